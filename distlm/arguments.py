@@ -1,0 +1,144 @@
+"""What commands that run an experiment share: their flags and exit codes.
+
+It imports no JAX, so that a wrong flag is answered at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from distlm.errors import RunError, UsageError
+
+_CONFIG_PREFIX = "--config."
+_USAGE_CODE, _FAILURE_CODE, _INTERRUPT_CODE = 2, 1, 130
+
+
+class Parser(argparse.ArgumentParser):
+  """An argument parser that says what is wrong in one line."""
+
+  def error(self, message: str) -> NoReturn:
+    """Raises UsageError."""
+    raise UsageError(f"{message}; see {self.prog} --help")
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+  """Adds the flags that say what to run, where, and on which devices."""
+  parser.epilog = (
+    "Any setting of the config file: --config.KEY=VALUE, such as"
+    " --config.model.num_layers=6"
+  )
+  parser.add_argument(
+    "--config", required=True, help="a Python file with get_config()"
+  )
+  parser.add_argument(
+    "--workdir", required=True, help="the directory of the run"
+  )
+  parser.add_argument(
+    "--devices",
+    type=int,
+    help="how many devices; on a machine without accelerators, fake CPU ones",
+  )
+  # A job of several processes; argparse converts the texts of the environment.
+  parser.add_argument(
+    "--coordinator",
+    default=os.environ.get("DISTLM_COORDINATOR"),
+    help="host:port on which process 0 of several listens",
+  )
+  parser.add_argument(
+    "--num-processes",
+    type=int,
+    default=os.environ.get("DISTLM_NUM_PROCESSES"),
+    help="processes of the job",
+  )
+  parser.add_argument(
+    "--process-id",
+    type=int,
+    default=os.environ.get("DISTLM_PROCESS_ID"),
+    help="which of them this one is, from 0",
+  )
+
+  for name, text in (
+    ("jaxline_disable_pmap_jit", "run op by op, to look at it in a debugger"),
+    ("jaxline_post_mortem", "enter the debugger after an exception"),
+  ):
+    parser.add_argument(f"--{name}", action="store_true", help=text)
+
+
+def add_mode_argument(parser: argparse.ArgumentParser, default: str) -> None:
+  """Adds JAXline's mode."""
+  parser.add_argument(
+    "--jaxline_mode",
+    default=default,
+    help="train, eval or train_eval (default: %(default)s)",
+  )
+
+
+def add_once_argument(parser: argparse.ArgumentParser) -> None:
+  """Adds the flag of an evaluation that does not wait for checkpoints."""
+  parser.add_argument(
+    "--once",
+    action="store_true",
+    help="evaluate the newest checkpoint only, then end",
+  )
+
+
+def split_overrides(
+  argv: Sequence[str],
+) -> tuple[list[str], list[tuple[str, str]]]:
+  """Takes `--config.KEY=VALUE` and `--config.KEY VALUE` out of `argv`.
+
+  Returns:
+    The other arguments, and (key, value) pairs.
+  """
+  others, overrides = [], []
+  arguments = iter(argv)
+  for argument in arguments:
+    if not argument.startswith(_CONFIG_PREFIX):
+      others.append(argument)
+      continue
+    key, has_value, value = argument.removeprefix(_CONFIG_PREFIX).partition("=")
+    if not has_value:
+      value = next(arguments, "--")
+      if value.startswith("--"):
+        raise UsageError(f"{argument}: it needs a value: {argument}=VALUE")
+    overrides.append((key, value))
+  return others, overrides
+
+
+def run_command(command: Callable[[], None]) -> NoReturn:
+  """Runs `command`, shows its error, and ends the process with its exit code.
+
+  The code is 0, 2 for what the user can mend in the command or its input, 130
+  for an interrupt, and 1 for every other failure. A traceback is shown only for
+  errors that distlm did not foresee.
+  """
+  code = 0
+  try:
+    command()
+  except UsageError as error:
+    code = _show(error, _USAGE_CODE)
+  except RunError as error:
+    code = _show(error, _FAILURE_CODE)
+  except KeyboardInterrupt:
+    code = _INTERRUPT_CODE
+  except Exception:  # noqa: BLE001: the last place where it can be shown.
+    traceback.print_exc()
+    code = _FAILURE_CODE
+  sys.stdout.flush()
+  sys.stderr.flush()
+  jax = sys.modules.get("jax")
+  if code and jax is not None and jax.distributed.is_initialized():
+    # A clean exit would wait for the other processes, which wait for this one.
+    os._exit(code)
+  sys.exit(code)
+
+
+def _show(error: Exception, code: int) -> int:
+  line = " ".join(str(error).split())
+  print(f"error: {line}", file=sys.stderr)
+  return code
