@@ -1,0 +1,208 @@
+"""Devices and processes: the only module that knows pmap and its axis.
+
+A replicated value has one equal copy on each device, as a leading axis R over
+the devices of this process; a sharded value has different rows there.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jaxline.utils
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from distlm.errors import UsageError
+
+T = TypeVar("T")
+
+# JAXline names the axis of its own pmaps "i" too.
+AXIS = "i"
+
+# XLA's thread pool must exceed the number of fake devices by far: with the
+# default of one thread a device, steps dispatched ahead can fill the pool with
+# threads that wait in an all-reduce for a device that gets none, and XLA aborts
+# the process after 40 s.
+_MIN_POOL_THREADS = 16
+_POOL_THREADS_PER_DEVICE = 8
+
+
+def start(
+  num_devices: int | None = None,
+  coordinator: str | None = None,
+  num_processes: int | None = None,
+  process_id: int | None = None,
+) -> None:
+  """Makes the devices of this process and joins it to its job.
+
+  It must come before any other JAX work, which fixes the devices.
+
+  Args:
+    num_devices: the number of fake CPU devices to make or, on a machine with
+      accelerators, the number of them to use. None: one CPU device, or all
+      accelerators.
+    coordinator: host:port on which process 0 listens, for a job of several
+      processes.
+    num_processes: the number of processes of the job.
+    process_id: this one's, from 0.
+
+  Raises:
+    UsageError: if there are not so many devices, or a number does not fit.
+  """
+  if num_devices is not None and num_devices < 1:
+    raise UsageError(f"--devices={num_devices}: it must be 1 or more")
+  _set_device_count(num_devices)
+  if (coordinator, num_processes, process_id) != (None, None, None):
+    if coordinator is None or num_processes is None or process_id is None:
+      raise UsageError(
+        f"--coordinator={coordinator}, --num-processes={num_processes},"
+        f" --process-id={process_id}: a job of several processes needs all"
+        " three; a job of one process none"
+      )
+    if not 0 <= process_id < num_processes:
+      raise UsageError(
+        f"--process-id={process_id}: it must be from 0 to"
+        f" {num_processes - 1}, one less than --num-processes"
+      )
+    jax.distributed.initialize(coordinator, num_processes, process_id)
+  found = jax.local_device_count()
+  if num_devices is not None and found != num_devices:
+    raise UsageError(
+      f"--devices={num_devices}: this process has {found}"
+      f" {jax.default_backend()} device(s); ask for at most {found}"
+    )
+
+
+def _set_device_count(num_devices: int | None) -> None:
+  threads = max(
+    _MIN_POOL_THREADS, _POOL_THREADS_PER_DEVICE * (num_devices or 1)
+  )
+  os.environ.setdefault("NPROC", str(threads))
+  if num_devices is None:
+    return
+  jax.config.update("jax_num_cpu_devices", num_devices)
+  # All are ignored by a backend that is not there.
+  first = ",".join(str(i) for i in range(num_devices))
+  jax.config.update("jax_cuda_visible_devices", first)
+  jax.config.update("jax_rocm_visible_devices", first)
+  os.environ.setdefault("TPU_VISIBLE_CHIPS", first)
+
+
+def process_index() -> int:
+  """Returns the number of this process, from 0."""
+  return jax.process_index()
+
+
+def process_count() -> int:
+  """Returns the number of processes."""
+  return jax.process_count()
+
+
+def local_device_count() -> int:
+  """Returns R, the number of devices of this process."""
+  return jax.local_device_count()
+
+
+def device_kind() -> str:
+  """Returns what the devices are, such as "cpu"."""
+  return jax.local_devices()[0].device_kind
+
+
+def should_stop(step: int, stop_requested: bool) -> bool:
+  """Returns whether all processes stop after `step` completed steps.
+
+  With several processes the answer comes from JAX's preemption service, which
+  makes them agree on one step after a SIGTERM to any of them.
+  """
+  if jax.process_count() > 1:
+    return multihost_utils.reached_preemption_sync_point(step)
+  return stop_requested
+
+
+def pmap(
+  fn: Callable[..., Any], donate_argnums: int | Sequence[int] = ()
+) -> Callable[..., Any]:
+  """Runs `fn` on each device, over the leading axis R of its arguments."""
+  return jax.pmap(fn, axis_name=AXIS, donate_argnums=donate_argnums)
+
+
+def psum(tree: T, axis_name: str | None) -> T:
+  """Sums over all devices of all processes; nothing to do without an axis."""
+  return tree if axis_name is None else jax.lax.psum(tree, axis_name)
+
+
+@functools.lru_cache(maxsize=1)
+def _local_sharding() -> NamedSharding:
+  mesh = Mesh(np.array(jax.local_devices()), (AXIS,))
+  return NamedSharding(mesh, PartitionSpec(AXIS))
+
+
+def replicate(tree: T) -> T:
+  """Puts a copy of each array on each device: [...] to [R, ...]."""
+  devices = jax.local_devices()
+
+  def put(x: Any) -> jax.Array:
+    x = x if isinstance(x, jax.Array) else np.asarray(x)
+    copies = [jax.device_put(x[None], device) for device in devices]
+    return jax.make_array_from_single_device_arrays(
+      (len(devices), *x.shape), _local_sharding(), copies
+    )
+
+  return jax.tree.map(put, tree)
+
+
+def shard(tree: T) -> T:
+  """Puts row r of each host array on device r: [R, ...] stays [R, ...]."""
+  return jax.device_put(tree, _local_sharding())
+
+
+def first_replica(tree: T) -> T:
+  """Returns the first device's row of a replicated tree, without waiting.
+
+  Indexing with [0] would gather over all devices; this only takes a handle.
+
+  Args:
+    tree: [R, ...] arrays.
+
+  Returns:
+    [1, ...] arrays on the first device.
+  """
+
+  def take(x: Any) -> Any:
+    # Under chex.fake_pmap an array is one shard that holds all rows.
+    row = x.addressable_data(0)
+    return row if row.shape[0] == 1 else row[:1]
+
+  return jax.tree.map(take, tree)
+
+
+def fetch(tree: T) -> T:
+  """Copies the first replica to the host: [R, ...] to NumPy [...].
+
+  A copy, never a view: a view that lives on would silently keep the buffer from
+  being donated to the next update.
+  """
+
+  def get(x: Any) -> np.ndarray:
+    if isinstance(x, jax.Array):
+      x = np.asarray(x.addressable_data(0))
+    return np.array(x[0])
+
+  return jax.tree.map(get, tree)
+
+
+def repair_jaxline() -> None:
+  """Replaces the two helpers of JAXline that today's JAX has outgrown.
+
+  JAXline 0.0.8 replicates by `jax.device_put_sharded`, which is gone, and its
+  `get_first` gathers over devices and gives arrays that the next update's
+  donation deletes. JAXline looks both up by attribute, so that one assignment
+  repairs its train, evaluate, snapshot and restore.
+  """
+  jaxline.utils.bcast_local_devices = replicate
+  jaxline.utils.get_first = fetch
