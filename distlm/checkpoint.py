@@ -1,0 +1,266 @@
+"""JAXline's `Checkpointer` on disk, by Orbax.
+
+A series ("latest", "best") is a directory with one directory per saved step.
+Orbax makes a step visible only when it is whole, so that a killed save leaves
+nothing that could be taken for a checkpoint. Arrays are stored by Orbax without
+the replica axis, so that any number of devices can restore them; the rest is
+JSON. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jaxline.experiment import AbstractExperiment
+
+from distlm import parallel
+from distlm.errors import UsageError
+
+# The best model is one checkpoint; it is replaced only by a better one.
+_NUM_BEST = 1
+_JSON_TYPES = (str, int, float, bool, type(None))
+
+
+class ExperimentState(types.SimpleNamespace):
+  """What JAXline reads and sets between saves.
+
+  `global_step`, `experiment_module`, `train_step_rng` and, of the best model,
+  `best_eval_metric_value` and `best_model_eval_metric`.
+  """
+
+
+class DiskCheckpointer:
+  """Saves and restores any JAXline experiment, by its checkpoint attributes.
+
+  An attribute of `NON_BROADCAST_CHECKPOINT_ATTRS` may hold arrays and numbers,
+  or strings, numbers, lists and dictionaries of these, which become JSON.
+  """
+
+  def __init__(
+    self, directory: Path, keep: int, settings: Mapping[str, Any]
+  ) -> None:
+    """Opens the checkpoints of a run; makes no directory yet.
+
+    Args:
+      directory: holds one directory for each series.
+      keep: how many of the newest checkpoints of "latest" stay.
+      settings: of the run, of JSON types, stored with each checkpoint.
+    """
+    self._directory = directory
+    self._keep = keep
+    self._settings = settings
+    self._states: dict[str, ExperimentState] = {}
+    self._managers: dict[str, ocp.CheckpointManager] = {}
+
+  def get_experiment_state(self, ckpt_series: str) -> ExperimentState:
+    """Returns the state that `save` writes and `restore` sets."""
+    return self._states.setdefault(ckpt_series, ExperimentState())
+
+  def save(self, ckpt_series: str) -> None:
+    """Starts to write the state of a series; a step on disk stays as it is.
+
+    It returns when the state has been copied to the host.
+    """
+    state = self.get_experiment_state(ckpt_series)
+    manager = self._manager(ckpt_series, create=True)
+    step = int(state.global_step)
+    if step in manager.all_steps():
+      return
+    # Before the next copy, so that only one is in memory; also raises the
+    # error of a save that failed.
+    manager.wait_until_finished()
+    arrays, attributes = _take_snapshot(state.experiment_module)
+    if getattr(state, "train_step_rng", None) is not None:
+      arrays["train_step_rng"] = parallel.fetch(state.train_step_rng)
+    scalars = {
+      key: np.asarray(value).item()
+      for key, value in vars(state).items()
+      if key not in ("experiment_module", "train_step_rng")
+    }
+    manager.save(
+      step,
+      args=ocp.args.Composite(
+        arrays=ocp.args.StandardSave(arrays),
+        metadata=ocp.args.JsonSave(
+          {
+            "state": scalars,
+            "attributes": attributes,
+            "config": self._settings,
+          }
+        ),
+      ),
+    )
+
+  def restore(self, ckpt_series: str) -> None:
+    """Sets the state of a series from its newest checkpoint.
+
+    Raises:
+      UsageError: if arrays of the checkpoint have other names or shapes than
+        those of the experiment.
+    """
+    state = self.get_experiment_state(ckpt_series)
+    manager = self._manager(ckpt_series)
+    step = manager.latest_step()
+    template = _make_template(
+      manager.item_metadata(step)["arrays"].tree,
+      state,
+      f"checkpoint {self.restore_path(ckpt_series)}",
+    )
+    restored = manager.restore(
+      step,
+      args=ocp.args.Composite(
+        arrays=ocp.args.StandardRestore(template),
+        metadata=ocp.args.JsonRestore(),
+      ),
+    )
+    rng = restored["arrays"].pop("train_step_rng", None)
+    if rng is not None and getattr(state, "train_step_rng", None) is not None:
+      state.train_step_rng = parallel.replicate(rng)
+    state.experiment_module.restore_from_snapshot(
+      {**restored["arrays"], **restored["metadata"]["attributes"]}
+    )
+    for key, value in restored["metadata"]["state"].items():
+      setattr(state, key, value)
+
+  def latest_step(self, ckpt_series: str) -> int | None:
+    """Returns the step of the newest whole checkpoint, or None."""
+    manager = self._manager(ckpt_series)
+    manager.reload()  # Another process may have written since.
+    return manager.latest_step()
+
+  def read_scalars(self, ckpt_series: str) -> dict[str, Any]:
+    """Returns `global_step` and the like of the newest whole checkpoint."""
+    restored = self._manager(ckpt_series).restore(
+      self.latest_step(ckpt_series),
+      args=ocp.args.Composite(metadata=ocp.args.JsonRestore()),
+    )
+    return dict(restored["metadata"]["state"])
+
+  def restore_path(self, ckpt_series: str) -> str | None:
+    """Returns where the newest whole checkpoint is, or None."""
+    step = self.latest_step(ckpt_series)
+    return (
+      None if step is None else str(self._directory / ckpt_series / f"{step}")
+    )
+
+  def can_be_restored(self, ckpt_series: str) -> bool:
+    """Returns whether the series has a whole checkpoint."""
+    return self.latest_step(ckpt_series) is not None
+
+  def wait_for_checkpointing_to_finish(self) -> None:
+    """Waits until all saves are on disk, and raises the error of a save."""
+    for manager in self._managers.values():
+      manager.wait_until_finished()
+
+  def close(self) -> None:
+    """Waits as above and releases the threads of Orbax."""
+    while self._managers:
+      self._managers.popitem()[1].close()
+
+  def _manager(
+    self, ckpt_series: str, create: bool = False
+  ) -> ocp.CheckpointManager:
+    directory = self._directory / ckpt_series
+    if create:
+      directory.mkdir(parents=True, exist_ok=True)
+    if ckpt_series not in self._managers:
+      # Each process works alone: process 0 writes, all read. By default Orbax
+      # would wait in a barrier for saves that the others never make.
+      process = parallel.process_index()
+      options = ocp.CheckpointManagerOptions(
+        create=False,
+        max_to_keep=_NUM_BEST if ckpt_series == "best" else self._keep,
+        multiprocessing_options=ocp.options.MultiprocessingOptions(
+          primary_host=process,
+          active_processes={process},
+          barrier_sync_key_prefix=f"{ckpt_series}-{process}",
+        ),
+      )
+      self._managers[ckpt_series] = ocp.CheckpointManager(
+        directory.absolute(),
+        options=options,
+        item_handlers={
+          "arrays": ocp.StandardCheckpointHandler(),
+          "metadata": ocp.JsonCheckpointHandler(),
+        },
+      )
+    return self._managers[ckpt_series]
+
+
+def _take_snapshot(
+  module: AbstractExperiment,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+  """Returns what Orbax and what JSON stores, copied to the host."""
+  arrays, attributes = {}, {}
+  for name, value in module.snapshot_state().items():
+    if all(isinstance(leaf, _JSON_TYPES) for leaf in jax.tree.leaves(value)):
+      # A copy, since saving goes on while the attribute changes.
+      attributes[name] = json.loads(json.dumps(value))
+    else:
+      arrays[name] = jax.tree.map(_to_host, value)
+  return arrays, attributes
+
+
+def _to_host(leaf: Any) -> Any:
+  # A copy of device arrays, because the next update donates them.
+  return np.array(leaf) if isinstance(leaf, (jax.Array, np.generic)) else leaf
+
+
+def _make_template(
+  saved: Mapping[str, Any], state: ExperimentState, what: str
+) -> dict[str, Any]:
+  """Returns arrays of the structure that a checkpoint is restored to.
+
+  The structure of an attribute is that of its present value. Where there is
+  none, as in an evaluator before its first checkpoint, it is that of the
+  checkpoint, in which tuples have become lists.
+  """
+  module = state.experiment_module
+  template = jax.tree.map(
+    lambda leaf: _placeholder(leaf.shape, leaf.dtype), dict(saved)
+  )
+  for attributes, num_replica_axes in (
+    (module.CHECKPOINT_ATTRS, 1),
+    (module.NON_BROADCAST_CHECKPOINT_ATTRS, 0),
+  ):
+    for attribute, name in attributes.items():
+      value = getattr(module, attribute, None)
+      if name in template and value is not None:
+        wanted = jax.tree.map(
+          lambda leaf, n=num_replica_axes: _placeholder(
+            np.shape(leaf)[n:], jax.numpy.result_type(leaf)
+          ),
+          value,
+        )
+        _check_same_arrays(saved[name], wanted, f"{what}: {name}")
+        template[name] = wanted
+  return template
+
+
+def _placeholder(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+  # All its elements are one in memory.
+  return np.broadcast_to(np.zeros([], dtype), shape)
+
+
+def _check_same_arrays(saved: Any, wanted: Any, what: str) -> None:
+  shapes = [
+    {
+      jax.tree_util.keystr(path, simple=True, separator="."): tuple(leaf.shape)
+      for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+    for tree in (saved, wanted)
+  ]
+  for name in sorted(shapes[0] | shapes[1]):
+    if shapes[0].get(name) != shapes[1].get(name):
+      raise UsageError(
+        f"{what}.{name} is of shape {shapes[0].get(name, 'none')}, but this"
+        f" experiment has {shapes[1].get(name, 'none')}; restore it with the"
+        " settings that it was saved with, or use another --workdir"
+      )
