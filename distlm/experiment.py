@@ -1,0 +1,258 @@
+"""The language-model experiment that JAXline runs: wiring, no maths."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxline.experiment import AbstractExperiment
+
+from distlm import metrics, parallel
+from distlm.data.loader import Layout, Loader
+from distlm.data.prefetch import Prefetcher
+from distlm.data.token_store import TokenStore, open_token_store
+from distlm.errors import UsageError
+from distlm.losses import lm_loss_fn
+from distlm.model.transformer import build_forward_fn
+from distlm.optimizer import make_optimizer, make_schedule
+from distlm.settings import RunConfig
+from distlm.types import Batch, LossSums, TrainState
+from distlm.updater import GradientUpdater
+
+_MIB = 2**20
+
+
+def current_layout(config: RunConfig) -> Layout:
+  """Returns how batches are spread over the devices that JAX sees."""
+  return Layout(
+    process_index=parallel.process_index(),
+    process_count=parallel.process_count(),
+    devices_per_process=parallel.local_device_count(),
+    accumulation_steps=config.accumulation_steps,
+  )
+
+
+def make_updater(config: RunConfig, vocab_size: int) -> GradientUpdater:
+  """Returns the updater of the language model that `config` describes."""
+  length = config.data.sequence_length
+  forward = build_forward_fn(config.model, vocab_size, length)
+  schedule = make_schedule(config.optimizer, config.training_steps)
+
+  def init_fn(key: jax.Array) -> Any:
+    tokens = jnp.zeros((1, length), jnp.int32)  # [B, T]
+    return forward.init(key, tokens, jnp.ones_like(tokens, bool), False)
+
+  return GradientUpdater(
+    init_fn=init_fn,
+    loss_fn=functools.partial(lm_loss_fn, forward.apply),
+    optimizer=make_optimizer(config.optimizer, schedule),
+    schedule=schedule,
+  )
+
+
+class LanguageModelExperiment(AbstractExperiment):
+  """Trains and evaluates a Transformer language model on all devices."""
+
+  CHECKPOINT_ATTRS: ClassVar = {"_train_state": "train_state"}
+  NON_BROADCAST_CHECKPOINT_ATTRS: ClassVar = {"_data_position": "data_position"}
+
+  def __init__(
+    self,
+    mode: str,
+    init_rng: jax.Array,
+    config: RunConfig,
+    store: TokenStore | None = None,
+  ) -> None:
+    """Sets the experiment up; see JAXline's `AbstractExperiment`.
+
+    Args:
+      mode: "train" makes the parameters now, other modes when they are needed,
+        since a checkpoint usually brings them.
+      init_rng: the key of the parameters.
+      config: the checked settings.
+      store: the corpus, where the caller has opened it already.
+
+    Raises:
+      UsageError: if the settings do not suit the corpus or the devices.
+    """
+    super().__init__(mode, init_rng)
+    self._config = config
+    self._store = store or open_token_store(config.data)
+    self._loader = Loader(
+      self._store,
+      config.data,
+      config.evaluation.batches,
+      config.random_seed,
+      current_layout(config),
+    )
+    updater = make_updater(config, self._store.tokenizer.vocab_size)
+    self._update = parallel.pmap(updater.update, donate_argnums=0)
+    self._evaluate = parallel.pmap(updater.evaluate)
+    self._init = functools.partial(
+      parallel.pmap(updater.init), parallel.replicate(init_rng)
+    )
+    self._train_state: TrainState = (
+      self._init() if mode == "train" else jax.eval_shape(self._init)
+    )
+    self._set_position(0)
+    self._batches: Prefetcher[Batch] | None = None
+    self._previous: dict[str, jax.Array] | None = None
+    self._rate = metrics.TokenRate()
+
+  def step(
+    self, *, global_step: jax.Array, rng: jax.Array, writer: Any
+  ) -> dict[str, Any]:
+    """Dispatches one update and returns its scalars, not yet computed.
+
+    Args:
+      global_step: [R] completed updates.
+      rng: [R, 2] keys, of this step and each device.
+      writer: ignored; JAXline writes what is returned.
+    """
+    del writer
+    if self._batches is None:
+      self._batches = self._start_batches(int(parallel.fetch(global_step)))
+    batch = next(self._batches)  # [R, A, B, T]
+    self._train_state, scalars = self._update(self._train_state, batch, rng)
+    self._set_position(self._data_position["step"] + 1)
+    self._wait_for_previous()
+    self._previous = parallel.first_replica(scalars)
+    return {
+      **self._previous,
+      **self._rate.scalars(),
+      "epoch": self._loader.epoch_at(self._data_position["step"]),
+    }
+
+  def evaluate(
+    self, *, global_step: jax.Array, rng: jax.Array, writer: Any
+  ) -> dict[str, float]:
+    """Returns the figures of the validation split; see `metrics`."""
+    del global_step, rng, writer
+    if isinstance(self._train_state.step, jax.ShapeDtypeStruct):
+      self._train_state = self._init()
+    sums = [0.0, 0, 0]
+
+    def add(batch_sums: LossSums) -> None:
+      for i, value in enumerate(parallel.fetch(batch_sums)):
+        sums[i] += value.item()
+
+    pending: LossSums | None = None
+    with Prefetcher(self._evaluation_batches(), self._depth) as batches:
+      for batch in batches:
+        # One batch late, so that the devices never wait for the host.
+        computing = self._evaluate(self._train_state.params, batch)
+        if pending is not None:
+          add(pending)
+        pending = computing
+    if pending is not None:
+      add(pending)
+    return metrics.evaluation_scalars(
+      LossSums(*sums), self._loader.evaluation_bytes
+    )
+
+  def restore_from_snapshot(self, snapshot_state: Mapping[str, Any]) -> None:
+    """Continues from a checkpoint.
+
+    Raises:
+      UsageError: if the checkpoint was trained on another text.
+    """
+    trained_on = snapshot_state["data_position"]["fingerprint"]
+    if trained_on != self._store.fingerprint:
+      raise UsageError(
+        f"data.source={', '.join(self._config.data.source)}: its text differs"
+        f" from what the checkpoint was trained on (fingerprint"
+        f" {self._store.fingerprint}, then {trained_on}); restore the text, or"
+        " use another --workdir"
+      )
+    super().restore_from_snapshot(snapshot_state)
+    self.close()
+
+  def summary_rows(self) -> list[tuple[str, str]]:
+    """Returns (name, value) rows that describe the experiment to its user."""
+    config, loader = self._config, self._loader
+    size = config.data.global_batch_size
+    num_devices = parallel.process_count() * parallel.local_device_count()
+    params, opt_state = self._train_state.params, self._train_state.opt_state
+    num_params = sum(x.size for x in jax.tree.leaves(params))
+    num_params //= parallel.local_device_count()
+    return [
+      ("parameters", f"{num_params:,}"),
+      (
+        "batch",
+        f"{size} sequences, {size // num_devices} a device in"
+        f" {config.accumulation_steps} accumulation step(s)",
+      ),
+      ("tokens a step", f"{size * config.data.sequence_length:,}"),
+      (
+        "memory a device",
+        f"parameters {_device_mib(params)}, gradients {_device_mib(params)},"
+        f" optimizer state {_device_mib(opt_state)}",
+      ),
+      (
+        "data",
+        f"{', '.join(config.data.source)}: {self._store.num_documents:,}"
+        f" document(s), {self._store.num_bytes:,} bytes",
+      ),
+      (
+        "tokens",
+        f"{len(self._store.tokens):,} by {self._store.tokenizer.name}:"
+        f" {loader.tokens_per_epoch:,} to train on,"
+        f" {loader.evaluation_tokens:,} of"
+        f" {loader.num_validation_tokens:,} to validate on",
+      ),
+      (
+        "epochs",
+        f"{loader.epoch_at(config.training_steps):.2f} in"
+        f" {config.training_steps:,} steps",
+      ),
+    ]
+
+  def close(self) -> None:
+    """Ends the thread that loads batches; `step` starts it anew."""
+    if self._batches is not None:
+      self._batches.close()
+    self._batches = self._previous = None
+
+  def pause(self) -> None:
+    """Tells that what follows the last step is not training time."""
+    self._rate.pause()
+
+  @property
+  def _depth(self) -> int:
+    return self._config.data.prefetch_batches
+
+  def _set_position(self, step: int) -> None:
+    """Notes how much data was used; it is part of the checkpoint."""
+    self._data_position: dict[str, Any] = {
+      "step": step,
+      "sequences": step * self._config.data.global_batch_size,
+      "fingerprint": self._store.fingerprint,
+    }
+
+  def _start_batches(self, first_step: int) -> Prefetcher[Batch]:
+    steps = range(first_step, self._config.training_steps)
+    return Prefetcher(
+      (parallel.shard(self._loader.process_batch(step)) for step in steps),
+      self._depth,
+    )
+
+  def _evaluation_batches(self) -> Iterator[Batch]:
+    for index in range(self._loader.num_evaluation_batches):
+      yield parallel.shard(self._loader.process_evaluation_batch(index))
+
+  def _wait_for_previous(self) -> None:
+    """Keeps one update in flight while the host prepares the next.
+
+    Without a bound the host would run ahead by hundreds of steps, holding the
+    batch of each; with fake CPU devices that can even exhaust XLA's threads.
+    """
+    if self._previous is not None:
+      self._rate.update(self._previous["tokens"].item())
+
+
+def _device_mib(tree: Any) -> str:
+  num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+  return f"{num_bytes / parallel.local_device_count() / _MIB:.1f} MiB"

@@ -1,0 +1,261 @@
+"""Runs any JAXline experiment: checkpoints on disk, TensorBoard, evaluation.
+
+JAXline's own `platform.main` needs TensorFlow, keeps its checkpoints in memory
+and evaluates in a thread beside training, which deadlocks as soon as two
+threads run collectives in different orders. Here the loop is JAXline's
+`train.train`, and evaluation takes place between two of its steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import logging
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jaxline.train
+import jaxline.utils
+from absl import flags
+from absl import logging as absl_logging
+from jaxline import base_config
+from ml_collections import config_dict
+
+from distlm import arguments, loop, parallel
+from distlm import workdir as workdirs
+from distlm.checkpoint import DiskCheckpointer
+from distlm.config import apply_overrides, load_config_file
+from distlm.console import Console
+from distlm.errors import UsageError
+from distlm.loop import ExperimentFactory, Job
+from distlm.profiling import TraceWindow
+from distlm.workdir import check_mode
+from distlm.writers import RunWriter
+
+
+def main(
+  experiment_class: ExperimentFactory, argv: Sequence[str] | None = None
+) -> NoReturn:
+  """Runs an experiment from the command line, as JAXline's `platform.main`.
+
+  To be called by the file of an experiment:
+
+      if __name__ == "__main__":
+        runner.main(MyExperiment)
+
+  The config file gives what `jaxline.base_config` has, and may set
+  `config.evaluation_interval`, in steps, for the mode "train_eval".
+
+  Args:
+    experiment_class: any JAXline experiment.
+    argv: the arguments, or None for those of the process.
+  """
+
+  def command() -> None:
+    others, overrides = arguments.split_overrides(
+      sys.argv[1:] if argv is None else argv
+    )
+    parser = arguments.Parser(allow_abbrev=False)
+    arguments.add_run_arguments(parser)
+    arguments.add_mode_argument(parser, default="train")
+    arguments.add_once_argument(parser)
+    args = parser.parse_args(others)
+    config = load_config_file(args.config)
+    apply_overrides(config, overrides)
+    base_config.validate_config(config)
+    settings = json.loads(config.to_json_best_effort())
+    config.one_off_evaluate = args.once
+    check_mode(Path(args.workdir), args.jaxline_mode, args.once)
+    parallel.start(
+      args.devices, args.coordinator, args.num_processes, args.process_id
+    )
+    set_jaxline_flags(args)
+    with claim(Path(args.workdir), settings, args.jaxline_mode, args.once):
+      job = Job(
+        experiment_class,
+        config,
+        Path(args.workdir),
+        settings,
+        config.get("evaluation_interval", 0),
+      )
+      run(job, args.jaxline_mode)
+
+  arguments.run_command(command)
+
+
+def set_jaxline_flags(args: argparse.Namespace) -> None:
+  """Hands the debugging flags of `arguments.add_run_arguments` to JAXline."""
+  for name in ("jaxline_disable_pmap_jit", "jaxline_post_mortem"):
+    setattr(flags.FLAGS, name, getattr(args, name))
+
+
+def claim(
+  workdir: Path, settings: Mapping[str, Any], mode: str, once: bool
+) -> contextlib.AbstractContextManager[None]:
+  """Holds a directory for the job; process 0 does it for all processes."""
+  if parallel.process_index() == 0:
+    return workdirs.claim(workdir, settings, mode, once)
+  return contextlib.nullcontext()
+
+
+@jaxline.utils.debugger_fallback  # type: ignore[untyped-decorator]
+def run(job: Job, mode: str) -> None:
+  """Trains, evaluates, or both.
+
+  An experiment may have three methods that JAXline does not know of:
+  `summary_rows()`, (name, value) pairs shown at the start, `pause()`, called
+  before what is not training, and `close()`, called at the end.
+
+  Args:
+    job: what to run.
+    mode: "train"; "eval", which evaluates each new checkpoint of the workdir;
+      or "train_eval", which evaluates during training and at its end.
+
+  Raises:
+    UsageError: for an input that cannot work.
+  """
+  for key in ("train_checkpoint_all_hosts", "best_checkpoint_all_hosts"):
+    if job.config[key]:
+      raise UsageError(
+        f"config.{key}=True: process 0 alone saves; set it to False"
+      )
+  parallel.repair_jaxline()
+  if not flags.FLAGS.is_parsed():
+    flags.FLAGS.mark_as_parsed()  # JAXline reads its debugging flags.
+  checkpointer = DiskCheckpointer(
+    job.workdir / "checkpoints",
+    job.config.max_checkpoints_to_keep,
+    job.settings,
+  )
+  with (
+    _logging_to_file(job.workdir, mode),
+    contextlib.closing(checkpointer),
+  ):
+    if mode == "eval":
+      _evaluate(job, checkpointer)
+    else:
+      _train(job, checkpointer, is_evaluating=mode == "train_eval")
+
+
+def _evaluate(job: Job, checkpointer: DiskCheckpointer) -> None:
+  console = Console()
+  config = job.config
+  if not checkpointer.can_be_restored("latest"):
+    where = job.workdir / "checkpoints"
+    if config.one_off_evaluate and not config.eval_initial_weights:
+      raise UsageError(
+        f"--workdir={job.workdir}: there is no checkpoint in {where}; train"
+        " first, or name the workdir of a run"
+      )
+    console.print_line(f"waiting for a checkpoint in {where}")
+  with contextlib.ExitStack() as stack:
+    writer = None
+    if parallel.process_index() == 0:
+      writer = stack.enter_context(
+        RunWriter(job.workdir, None, console.log_scalars, splits=("eval",))
+      ).for_split("eval")
+    jaxline.train.evaluate(
+      job.experiment_class, config, checkpointer, writer, jaxline_mode="eval"
+    )
+
+
+def _train(
+  job: Job, checkpointer: DiskCheckpointer, is_evaluating: bool
+) -> None:
+  start_time = time.monotonic()
+  resume_step = checkpointer.latest_step("latest")
+  state = checkpointer.get_experiment_state("latest")
+  config = config_dict.ConfigDict(job.config)
+  config.save_checkpoint_interval = 0  # See _Saving.
+  with contextlib.ExitStack() as stack:
+    stop = stack.enter_context(loop.StopRequest())
+    console, writers = Console(), None
+    if parallel.process_index() == 0:
+      stack.callback(console.close)
+      writers = stack.enter_context(
+        RunWriter(
+          job.workdir,
+          resume_step,
+          console.log_scalars,
+          splits=("train", "eval") if is_evaluating else ("train",),
+        )
+      )
+      writers.write_config(job.settings)
+    stack.callback(loop.call_if_defined, state, "close")
+    actions: tuple[Any, ...] = (loop.StartSummary(job, state, console),)
+    if is_evaluating:
+      evaluation = loop.Evaluation(job, checkpointer, writers)
+      actions += (evaluation,)
+    if parallel.process_index() == 0:
+      trace = TraceWindow(
+        job.workdir / "profile",
+        **dataclasses.asdict(job.profile),
+        print_line=console.print_line,
+      )
+      actions += (stack.enter_context(trace),)
+    jaxline.train.train(
+      loop.adapted(
+        job.experiment_class,
+        stop,
+        checkpointer,
+        job.config.save_checkpoint_interval,
+      ),
+      config,
+      checkpointer,
+      writers.for_split("train") if writers else None,
+      periodic_actions=actions,
+    )
+    if writers is not None:
+      writers.raise_if_failed()
+      rows = _closing_rows(job, state.global_step, loop.read_best(checkpointer))
+      secs = time.monotonic() - start_time
+      console.finish([*rows, ("wall time", f"{secs:.1f} s")])
+
+
+def _closing_rows(
+  job: Job, step: int, best: Mapping[str, Any]
+) -> list[tuple[str, str]]:
+  total = job.config.training_steps
+  done = f"{step:,} of {total:,}"
+  if step < total:
+    done += "; saved, the same command goes on from here"
+  rows = [("steps", done)]
+  if best:
+    rows.append(
+      (
+        f"best {job.config.best_model_eval_metric}",
+        f"{best['best_eval_metric_value']:.4f} at step"
+        f" {best['global_step']:,}: {job.workdir / 'checkpoints' / 'best'}",
+      )
+    )
+  return [
+    *rows,
+    ("curves", f"tensorboard --logdir {job.workdir / 'tensorboard'}"),
+  ]
+
+
+@contextlib.contextmanager
+def _logging_to_file(workdir: Path, mode: str) -> Iterator[None]:
+  """Sends JAXline's and Orbax's log to a file, not between the user's lines."""
+  process = parallel.process_index()
+  suffix = f".{process}" if process else ""
+  handler = logging.FileHandler(workdir / f"{mode}{suffix}.log")
+  handler.setFormatter(
+    logging.Formatter("%(asctime)s %(levelname)s %(filename)s %(message)s")
+  )
+  logger = absl_logging.get_absl_logger()
+  previous = logger.level, logger.propagate
+  logger.addHandler(handler)
+  logger.setLevel(logging.INFO)
+  logger.propagate = False
+  try:
+    yield
+  finally:
+    logger.level, logger.propagate = previous
+    logger.removeHandler(handler)
+    handler.close()
