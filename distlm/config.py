@@ -45,6 +45,8 @@ _REPLACED = {
   "best_model_eval_metric_higher_is_better": "nothing: less loss is better",
 }
 
+_ONE_OR_MORE = "one text, or several as \"['one', 'two']\""
+
 
 @dataclasses.dataclass(frozen=True)
 class _Setting:
@@ -99,6 +101,8 @@ def get_base_config() -> config_dict.ConfigDict:
     default = setting.default
     if setting.is_optional:
       default = config_dict.placeholder(setting.kind)
+    elif setting.kind is tuple:  # Or one text, or a list.
+      default = config_dict.FieldReference(default, field_type=object)
     if last in target:
       del target[last]  # And with it the type that JAXline gave it.
     target[last] = default
@@ -198,14 +202,13 @@ def _parse_text(key: str, text: str, kind: type) -> Any:
       return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
     if kind in (int, float, str):
       return kind(text)
-    if kind is tuple and not text.startswith(("[", "(")):
-      return (text,)
-    value = ast.literal_eval(text)
+    if kind is object and not text.startswith(("[", "(")):
+      return text
+    return ast.literal_eval(text)
   except (KeyError, ValueError, SyntaxError):
     raise UsageError(
       f"--config.{key}={text}: it must be {_describe(kind)}"
     ) from None
-  return tuple(value) if kind is tuple else value
 
 
 def _describe(kind: type) -> str:
@@ -214,7 +217,8 @@ def _describe(kind: type) -> str:
     int: "a whole number",
     float: "a number",
     str: "a text",
-    tuple: "one text, or several as \"['one', 'two']\"",
+    tuple: _ONE_OR_MORE,
+    object: _ONE_OR_MORE,
   }.get(kind, f"a Python value of type {kind.__name__}")
 
 

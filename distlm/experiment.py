@@ -35,9 +35,20 @@ def current_layout(config: RunConfig) -> Layout:
   )
 
 
-def make_updater(config: RunConfig, vocab_size: int) -> GradientUpdater:
-  """Returns the updater of the language model that `config` describes."""
+def make_updater(config: RunConfig, num_tokens: int) -> GradientUpdater:
+  """Returns the updater of the language model that `config` describes.
+
+  Args:
+    config: the checked settings.
+    num_tokens: size of the tokenizer's vocabulary, at most the model's.
+  """
   length = config.data.sequence_length
+  vocab_size = config.model.vocab_size or num_tokens
+  if vocab_size < num_tokens:
+    raise UsageError(
+      f"model.vocab_size={vocab_size}: data.tokenizer={config.data.tokenizer}"
+      f" has {num_tokens} tokens; set it to 0 or to at least that"
+    )
   forward = build_forward_fn(config.model, vocab_size, length)
   schedule = make_schedule(config.optimizer, config.training_steps)
 

@@ -30,6 +30,8 @@ AXIS = "i"
 # the process after 40 s.
 _MIN_POOL_THREADS = 16
 _POOL_THREADS_PER_DEVICE = 8
+# Beyond it, fake devices wait for ever in their first collective.
+_MAX_FAKE_DEVICES = 256
 
 
 def start(
@@ -75,6 +77,11 @@ def start(
     raise UsageError(
       f"--devices={num_devices}: this process has {found}"
       f" {jax.default_backend()} device(s); ask for at most {found}"
+    )
+  if found > _MAX_FAKE_DEVICES and jax.default_backend() == "cpu":
+    raise UsageError(
+      f"--devices={found}: XLA runs at most {_MAX_FAKE_DEVICES} fake CPU"
+      " devices; ask for fewer"
     )
 
 

@@ -73,6 +73,7 @@ class ModelConfig:
   model_size: int = _setting(128, _POSITIVE)
   key_size: int = _setting(0, _NOT_NEGATIVE)  # 0: model_size / num_heads
   widening_factor: int = _setting(4, _POSITIVE)
+  vocab_size: int = _setting(0, _NOT_NEGATIVE)  # 0: the tokenizer's
   dropout_rate: float = _setting(0.1, _RATE)
   tie_embeddings: bool = _setting(True)
 
