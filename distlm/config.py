@@ -316,7 +316,8 @@ def differing_keys(
     for key in sorted(flat_ours | flat_theirs)
     if flat_ours.get(key) != flat_theirs.get(key)
     and not (key in _schema() and _schema()[key].is_mutable)
-    and key not in _REPLACED
+    # Of other experiments: JAXline's intervals and the runner's.
+    and key not in (*_REPLACED, "evaluation_interval")
   ]
 
 

@@ -150,7 +150,11 @@ def _local_sharding() -> NamedSharding:
 
 
 def replicate(tree: T) -> T:
-  """Puts a copy of each array on each device: [...] to [R, ...]."""
+  """Puts each array on each device: [...] to [R, ...].
+
+  CPU devices may share the memory of a NumPy array, which must not be written
+  to afterwards.
+  """
   devices = jax.local_devices()
 
   def put(x: Any) -> jax.Array:
@@ -164,7 +168,10 @@ def replicate(tree: T) -> T:
 
 
 def shard(tree: T) -> T:
-  """Puts row r of each host array on device r: [R, ...] stays [R, ...]."""
+  """Puts row r of each host array on device r: [R, ...] stays [R, ...].
+
+  As with `replicate`, the array must not be written to afterwards.
+  """
   return jax.device_put(tree, _local_sharding())
 
 

@@ -67,7 +67,10 @@ def main(
     args = parser.parse_args(others)
     config = load_config_file(args.config)
     apply_overrides(config, overrides)
-    base_config.validate_config(config)
+    try:
+      base_config.validate_config(config)
+    except ValueError as error:
+      raise UsageError(f"--config={args.config}: {error}") from error
     settings = json.loads(config.to_json_best_effort())
     config.one_off_evaluate = args.once
     check_mode(Path(args.workdir), args.jaxline_mode, args.once)
@@ -168,36 +171,34 @@ def _train(
   job: Job, checkpointer: DiskCheckpointer, is_evaluating: bool
 ) -> None:
   start_time = time.monotonic()
-  resume_step = checkpointer.latest_step("latest")
   state = checkpointer.get_experiment_state("latest")
   config = config_dict.ConfigDict(job.config)
   config.save_checkpoint_interval = 0  # See _Saving.
   with contextlib.ExitStack() as stack:
     stop = stack.enter_context(loop.StopRequest())
-    console, writers = Console(), None
+    console = stack.enter_context(contextlib.closing(Console()))
+    writers = None
     if parallel.process_index() == 0:
-      stack.callback(console.close)
       writers = stack.enter_context(
         RunWriter(
           job.workdir,
-          resume_step,
+          checkpointer.latest_step("latest"),
           console.log_scalars,
           splits=("train", "eval") if is_evaluating else ("train",),
         )
       )
       writers.write_config(job.settings)
     stack.callback(loop.call_if_defined, state, "close")
-    actions: tuple[Any, ...] = (loop.StartSummary(job, state, console),)
+    actions: list[Any] = [loop.StartSummary(job, state, console)]
     if is_evaluating:
-      evaluation = loop.Evaluation(job, checkpointer, writers)
-      actions += (evaluation,)
+      actions.append(loop.Evaluation(job, checkpointer, writers))
     if parallel.process_index() == 0:
       trace = TraceWindow(
         job.workdir / "profile",
         **dataclasses.asdict(job.profile),
         print_line=console.print_line,
       )
-      actions += (stack.enter_context(trace),)
+      actions.append(stack.enter_context(trace))
     jaxline.train.train(
       loop.adapted(
         job.experiment_class,
@@ -208,7 +209,7 @@ def _train(
       config,
       checkpointer,
       writers.for_split("train") if writers else None,
-      periodic_actions=actions,
+      periodic_actions=tuple(actions),
     )
     if writers is not None:
       writers.raise_if_failed()

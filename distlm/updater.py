@@ -85,9 +85,9 @@ class GradientUpdater:
     scalars = {
       "loss": sums.loss / num_tokens,
       "accuracy": sums.num_correct / num_tokens,
-      "grad_norm": optax.global_norm(grads),
-      "update_norm": optax.global_norm(updates),
-      "param_norm": optax.global_norm(params),
+      "grad_norm": optax.tree.norm(grads),
+      "update_norm": optax.tree.norm(updates),
+      "param_norm": optax.tree.norm(params),
       "learning_rate": jnp.asarray(self.schedule(state.step), jnp.float32),
       "tokens": sums.num_tokens,
     }
