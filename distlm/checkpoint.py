@@ -9,7 +9,10 @@ JSON. Nothing is ever unpickled.
 
 from __future__ import annotations
 
+import functools
 import json
+import operator
+import time
 import types
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,9 +26,11 @@ from jaxline.experiment import AbstractExperiment
 from distlm import parallel
 from distlm.errors import UsageError
 
-# The best model is one checkpoint; it is replaced only by a better one.
-_NUM_BEST = 1
-_JSON_TYPES = (str, int, float, bool, type(None))
+# Orbax writes it last: without it, a directory is what a crash left, of a save
+# or of a deletion.
+_COMMIT_FILE = "commit_success.txt"
+# Counts the best models: the last is the best, whatever its step.
+_SERIAL = "serial"
 
 
 class ExperimentState(types.SimpleNamespace):
@@ -40,7 +45,7 @@ class DiskCheckpointer:
   """Saves and restores any JAXline experiment, by its checkpoint attributes.
 
   An attribute of `NON_BROADCAST_CHECKPOINT_ATTRS` may hold arrays and numbers,
-  or strings, numbers, lists and dictionaries of these, which become JSON.
+  in any containers, or be of JSON types if it has a string in it.
   """
 
   def __init__(
@@ -71,19 +76,26 @@ class DiskCheckpointer:
     state = self.get_experiment_state(ckpt_series)
     manager = self._manager(ckpt_series, create=True)
     step = int(state.global_step)
-    if step in manager.all_steps():
-      return
     # Before the next copy, so that only one is in memory; also raises the
     # error of a save that failed.
     manager.wait_until_finished()
+    if step in self._whole_steps(ckpt_series):
+      return
+    self._make_room(ckpt_series, step)
     arrays, attributes = _take_snapshot(state.experiment_module)
     if getattr(state, "train_step_rng", None) is not None:
       arrays["train_step_rng"] = parallel.fetch(state.train_step_rng)
     scalars = {
-      key: np.asarray(value).item()
+      key: jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), value)
       for key, value in vars(state).items()
       if key not in ("experiment_module", "train_step_rng")
     }
+    metrics = None
+    if ckpt_series == "best":
+      newest = self.latest_step("best")
+      metrics = {
+        _SERIAL: 0 if newest is None else 1 + self._best_serial(newest)
+      }
     manager.save(
       step,
       args=ocp.args.Composite(
@@ -96,6 +108,8 @@ class DiskCheckpointer:
           }
         ),
       ),
+      metrics=metrics,
+      force=True,  # A better model may be of an earlier step.
     )
 
   def restore(self, ckpt_series: str) -> None:
@@ -107,7 +121,7 @@ class DiskCheckpointer:
     """
     state = self.get_experiment_state(ckpt_series)
     manager = self._manager(ckpt_series)
-    step = manager.latest_step()
+    step = self.latest_step(ckpt_series)
     template = _make_template(
       manager.item_metadata(step)["arrays"].tree,
       state,
@@ -124,16 +138,22 @@ class DiskCheckpointer:
     if rng is not None and getattr(state, "train_step_rng", None) is not None:
       state.train_step_rng = parallel.replicate(rng)
     state.experiment_module.restore_from_snapshot(
-      {**restored["arrays"], **restored["metadata"]["attributes"]}
+      {
+        **restored["arrays"],
+        **_with_tuples(
+          restored["metadata"]["attributes"], state.experiment_module
+        ),
+      }
     )
     for key, value in restored["metadata"]["state"].items():
       setattr(state, key, value)
 
   def latest_step(self, ckpt_series: str) -> int | None:
     """Returns the step of the newest whole checkpoint, or None."""
-    manager = self._manager(ckpt_series)
-    manager.reload()  # Another process may have written since.
-    return manager.latest_step()
+    steps = self._whole_steps(ckpt_series)
+    if ckpt_series == "best":
+      return max(steps, key=self._best_serial, default=None)
+    return max(steps, default=None)
 
   def read_scalars(self, ckpt_series: str) -> dict[str, Any]:
     """Returns `global_step` and the like of the newest whole checkpoint."""
@@ -164,6 +184,25 @@ class DiskCheckpointer:
     while self._managers:
       self._managers.popitem()[1].close()
 
+  def _whole_steps(self, ckpt_series: str) -> list[int]:
+    manager = self._manager(ckpt_series)
+    manager.reload()  # Another process may have written since.
+    return [
+      step
+      for step in manager.all_steps()
+      if (self._directory / ckpt_series / f"{step}" / _COMMIT_FILE).exists()
+    ]
+
+  def _best_serial(self, step: int) -> int:
+    return int(self._manager("best").metrics(step)[_SERIAL])
+
+  def _make_room(self, ckpt_series: str, step: int) -> None:
+    """Renames what a crash left in the place of a new checkpoint."""
+    path = self._directory / ckpt_series / f"{step}"
+    if path.exists():
+      path.rename(path.with_name(f"{step}.incomplete-{time.time_ns()}"))
+      self._manager(ckpt_series).reload()
+
   def _manager(
     self, ckpt_series: str, create: bool = False
   ) -> ocp.CheckpointManager:
@@ -176,7 +215,8 @@ class DiskCheckpointer:
       process = parallel.process_index()
       options = ocp.CheckpointManagerOptions(
         create=False,
-        max_to_keep=_NUM_BEST if ckpt_series == "best" else self._keep,
+        max_to_keep=1 if ckpt_series == "best" else self._keep,
+        best_fn=operator.itemgetter(_SERIAL) if ckpt_series == "best" else None,
         multiprocessing_options=ocp.options.MultiprocessingOptions(
           primary_host=process,
           active_processes={process},
@@ -189,6 +229,7 @@ class DiskCheckpointer:
         item_handlers={
           "arrays": ocp.StandardCheckpointHandler(),
           "metadata": ocp.JsonCheckpointHandler(),
+          "metrics": ocp.JsonCheckpointHandler(),
         },
       )
     return self._managers[ckpt_series]
@@ -200,7 +241,7 @@ def _take_snapshot(
   """Returns what Orbax and what JSON stores, copied to the host."""
   arrays, attributes = {}, {}
   for name, value in module.snapshot_state().items():
-    if all(isinstance(leaf, _JSON_TYPES) for leaf in jax.tree.leaves(value)):
+    if any(isinstance(leaf, str) for leaf in jax.tree.leaves(value)):
       # A copy, since saving goes on while the attribute changes.
       attributes[name] = json.loads(json.dumps(value))
     else:
@@ -234,14 +275,36 @@ def _make_template(
       value = getattr(module, attribute, None)
       if name in template and value is not None:
         wanted = jax.tree.map(
-          lambda leaf, n=num_replica_axes: _placeholder(
-            np.shape(leaf)[n:], jax.numpy.result_type(leaf)
-          ),
+          functools.partial(_like, num_replica_axes=num_replica_axes),
           value,
         )
         _check_same_arrays(saved[name], wanted, f"{what}: {name}")
         template[name] = wanted
   return template
+
+
+def _like(leaf: Any, num_replica_axes: int) -> Any:
+  if isinstance(leaf, (bool, int, float)):
+    return leaf
+  # Not jnp.result_type, which would make 64 bits 32.
+  dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+  return _placeholder(np.shape(leaf)[num_replica_axes:], dtype)
+
+
+def _with_tuples(
+  saved: Mapping[str, Any], module: AbstractExperiment
+) -> dict[str, Any]:
+  """Makes tuples of JSON's lists where the present values have tuples."""
+  values = dict(saved)
+  for attribute, name in module.NON_BROADCAST_CHECKPOINT_ATTRS.items():
+    present = getattr(module, attribute, None)
+    if name in saved and present is not None:
+      as_saved: Any = jax.tree.structure(json.loads(json.dumps(present)))
+      if as_saved == jax.tree.structure(saved[name]):
+        values[name] = jax.tree.unflatten(
+          jax.tree.structure(present), jax.tree.leaves(saved[name])
+        )
+  return values
 
 
 def _placeholder(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -252,7 +315,9 @@ def _placeholder(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 def _check_same_arrays(saved: Any, wanted: Any, what: str) -> None:
   shapes = [
     {
-      jax.tree_util.keystr(path, simple=True, separator="."): tuple(leaf.shape)
+      jax.tree_util.keystr(path, simple=True, separator="."): tuple(
+        np.shape(leaf)
+      )
       for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
     for tree in (saved, wanted)

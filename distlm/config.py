@@ -123,10 +123,12 @@ def load_config_file(path: str) -> config_dict.ConfigDict:
   try:
     get_config = runpy.run_path(path).get("get_config")
     config = get_config() if callable(get_config) else None
-  except Exception as error:  # A config file is the user's own code.
+  except (Exception, SystemExit) as error:  # It is the user's own code.
     where = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in where if frame.filename == path]
-    line = getattr(error, "lineno", None) or (lines[-1] if lines else "?")
+    if isinstance(error, SyntaxError) and error.filename == path:
+      lines.append(error.lineno)
+    line = lines[-1] if lines else "?"
     raise UsageError(
       f"--config={path}: {type(error).__name__} at line {line}: {error};"
       " mend the file"
@@ -205,7 +207,7 @@ def _parse_text(key: str, text: str, kind: type) -> Any:
     if kind is object and not text.startswith(("[", "(")):
       return text
     return ast.literal_eval(text)
-  except (KeyError, ValueError, SyntaxError):
+  except (KeyError, ValueError, SyntaxError, TypeError):
     raise UsageError(
       f"--config.{key}={text}: it must be {_describe(kind)}"
     ) from None
@@ -273,7 +275,7 @@ def _checked(setting: _Setting, value: Any) -> Any:
     near = difflib.get_close_matches(str(value), setting.rule.choices, n=1)
     raise UsageError(
       f"config.{setting.key}={value!r}: it must be"
-      f" {setting.rule.text or 'finite'}"
+      f" {setting.rule.text if is_finite else 'finite'}"
       + (f"; did you mean {near[0]}?" if near else "")
     )
   return value

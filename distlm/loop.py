@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 import signal
 import threading
@@ -85,8 +86,10 @@ def adapted(
     ) -> None:
       saving = _Saving(config, actions, checkpointer, save_interval)
       saving.update_time(time.time(), state.global_step)
-      train_loop(config, state, (*actions, saving), writer)
-      saving.wait_for_writes()
+      try:
+        train_loop(config, state, (*actions, saving), writer)
+      finally:  # The rows before an error are those that explain it.
+        saving.wait_for_writes()
 
     # Assigned to the object: its class may be used elsewhere.
     experiment.should_run_step = should_run_step_unless_stopped
@@ -122,9 +125,11 @@ class _Saving(jaxline.utils.PeriodicAction):
       checkpointer.save("latest")
 
     super().__init__(
-      save if parallel.process_index() == 0 else lambda *_: None,
+      # 0 means, as in JAXline, only at the end.
+      save if interval and parallel.process_index() == 0 else lambda *_: None,
       interval_type=config.checkpoint_interval_type or config.interval_type,
-      interval=interval,
+      interval=interval or math.inf,
+      logging_growth_ratios=config.periodic_action_growth_ratios,
       run_async=False,
     )
 
@@ -280,7 +285,8 @@ class Evaluation(_Action):
     value = np.asarray(scalars[metric]).item()
     best = self._best.get("best_eval_metric_value")
     higher_is_better = config.best_model_eval_metric_higher_is_better
-    # Written so that a NaN is never better.
+    if math.isnan(value):
+      return
     if best is None or (value > best if higher_is_better else value < best):
       best_state = self._checkpointer.get_experiment_state("best")
       best_state.global_step = step

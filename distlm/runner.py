@@ -106,7 +106,6 @@ def claim(
   return contextlib.nullcontext()
 
 
-@jaxline.utils.debugger_fallback  # type: ignore[untyped-decorator]
 def run(job: Job, mode: str) -> None:
   """Trains, evaluates, or both.
 
@@ -122,11 +121,7 @@ def run(job: Job, mode: str) -> None:
   Raises:
     UsageError: for an input that cannot work.
   """
-  for key in ("train_checkpoint_all_hosts", "best_checkpoint_all_hosts"):
-    if job.config[key]:
-      raise UsageError(
-        f"config.{key}=True: process 0 alone saves; set it to False"
-      )
+  _check_jaxline_settings(job.config)
   parallel.repair_jaxline()
   if not flags.FLAGS.is_parsed():
     flags.FLAGS.mark_as_parsed()  # JAXline reads its debugging flags.
@@ -139,15 +134,29 @@ def run(job: Job, mode: str) -> None:
     _logging_to_file(job.workdir, mode),
     contextlib.closing(checkpointer),
   ):
-    if mode == "eval":
-      _evaluate(job, checkpointer)
-    else:
-      _train(job, checkpointer, is_evaluating=mode == "train_eval")
+    work = _evaluate if mode == "eval" else _train
+    jaxline.utils.debugger_fallback(work)(job, checkpointer, mode)
 
 
-def _evaluate(job: Job, checkpointer: DiskCheckpointer) -> None:
+def _check_jaxline_settings(config: config_dict.ConfigDict) -> None:
+  for key in ("train_checkpoint_all_hosts", "best_checkpoint_all_hosts"):
+    if config[key]:
+      raise UsageError(
+        f"config.{key}=True: process 0 alone saves; set it to False"
+      )
+  for key in ("", "logging_", "checkpoint_"):
+    value = config[f"{key}interval_type"]
+    if value not in ("steps", "secs") and not (key and value is None):
+      raise UsageError(
+        f"config.{key}interval_type={value!r}: it must be steps or secs"
+      )
+
+
+def _evaluate(job: Job, checkpointer: DiskCheckpointer, mode: str) -> None:
   console = Console()
-  config = job.config
+  config = config_dict.ConfigDict(job.config)
+  if config.one_off_evaluate:
+    config.best_model_eval_metric = ""  # It holds no lock, so it saves nothing.
   if not checkpointer.can_be_restored("latest"):
     where = job.workdir / "checkpoints"
     if config.one_off_evaluate and not config.eval_initial_weights:
@@ -163,13 +172,11 @@ def _evaluate(job: Job, checkpointer: DiskCheckpointer) -> None:
         RunWriter(job.workdir, None, console.log_scalars, splits=("eval",))
       ).for_split("eval")
     jaxline.train.evaluate(
-      job.experiment_class, config, checkpointer, writer, jaxline_mode="eval"
+      job.experiment_class, config, checkpointer, writer, jaxline_mode=mode
     )
 
 
-def _train(
-  job: Job, checkpointer: DiskCheckpointer, is_evaluating: bool
-) -> None:
+def _train(job: Job, checkpointer: DiskCheckpointer, mode: str) -> None:
   start_time = time.monotonic()
   state = checkpointer.get_experiment_state("latest")
   config = config_dict.ConfigDict(job.config)
@@ -184,13 +191,13 @@ def _train(
           job.workdir,
           checkpointer.latest_step("latest"),
           console.log_scalars,
-          splits=("train", "eval") if is_evaluating else ("train",),
+          splits=mode.split("_"),
         )
       )
       writers.write_config(job.settings)
     stack.callback(loop.call_if_defined, state, "close")
     actions: list[Any] = [loop.StartSummary(job, state, console)]
-    if is_evaluating:
+    if mode == "train_eval":
       actions.append(loop.Evaluation(job, checkpointer, writers))
     if parallel.process_index() == 0:
       trace = TraceWindow(
@@ -208,7 +215,10 @@ def _train(
       ),
       config,
       checkpointer,
-      writers.for_split("train") if writers else None,
+      # JAXline fails on the None that turns its rows off, if it has a writer.
+      writers.for_split("train")
+      if writers and config.log_train_data_interval is not None
+      else None,
       periodic_actions=tuple(actions),
     )
     if writers is not None:
@@ -245,6 +255,8 @@ def _logging_to_file(workdir: Path, mode: str) -> Iterator[None]:
   """Sends JAXline's and Orbax's log to a file, not between the user's lines."""
   process = parallel.process_index()
   suffix = f".{process}" if process else ""
+  # Process 0, which makes it, may come later.
+  workdir.mkdir(parents=True, exist_ok=True)
   handler = logging.FileHandler(workdir / f"{mode}{suffix}.log")
   handler.setFormatter(
     logging.Formatter("%(asctime)s %(levelname)s %(filename)s %(message)s")

@@ -29,6 +29,8 @@ def check_settings(workdir: Path, settings: Mapping[str, Any]) -> None:
   path = workdir / CONFIG_FILE
   try:
     theirs = json.loads(path.read_bytes())
+    if not isinstance(theirs, dict):
+      raise ValueError("it is not an object")
   except FileNotFoundError:
     return
   except (OSError, ValueError) as error:
