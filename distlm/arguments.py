@@ -36,7 +36,10 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     "--config", required=True, help="a Python file with get_config()"
   )
   parser.add_argument(
-    "--workdir", required=True, help="the directory of the run"
+    "--workdir",
+    required=True,
+    type=_not_empty,
+    help="the directory of the run",
   )
   parser.add_argument(
     "--devices",
@@ -67,6 +70,12 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     ("jaxline_post_mortem", "enter the debugger after an exception"),
   ):
     parser.add_argument(f"--{name}", action="store_true", help=text)
+
+
+def _not_empty(text: str) -> str:
+  if not text:
+    raise argparse.ArgumentTypeError("it must not be empty")
+  return text
 
 
 def add_mode_argument(parser: argparse.ArgumentParser, default: str) -> None:
@@ -126,16 +135,24 @@ def run_command(command: Callable[[], None]) -> NoReturn:
     code = _show(error, _FAILURE_CODE)
   except KeyboardInterrupt:
     code = _INTERRUPT_CODE
-  except Exception:  # noqa: BLE001: the last place where it can be shown.
+  except Exception:  # The last place where it can be shown.
     traceback.print_exc()
     code = _FAILURE_CODE
-  sys.stdout.flush()
-  sys.stderr.flush()
+  _flush()
   jax = sys.modules.get("jax")
   if code and jax is not None and jax.distributed.is_initialized():
     # A clean exit would wait for the other processes, which wait for this one.
     os._exit(code)
   sys.exit(code)
+
+
+def _flush() -> None:
+  for stream in (sys.stdout, sys.stderr):
+    if stream is not None:
+      try:
+        stream.flush()
+      except BrokenPipeError:  # Else Python complains of it at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _show(error: Exception, code: int) -> int:

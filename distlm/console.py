@@ -20,16 +20,21 @@ class Console:
 
   def __init__(self, stream: TextIO | None = None) -> None:
     """Makes a console on `stream`, or on the standard output."""
-    self._stream = stream or sys.stdout
+    # None where the process was started with it closed.
+    self._stream = stream or sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     self._total_steps = 0
     self._bar: tqdm[None] | None = None
 
   def print_line(self, line: str) -> None:
     """Prints a line, above the bar where there is one."""
     if self._bar is None:
-      # One write, so that lines of several threads do not mix.
-      self._stream.write(line + "\n")
-      self._stream.flush()
+      try:
+        # One write, so that lines of several threads do not mix.
+        self._stream.write(line + "\n")
+        self._stream.flush()
+      except BrokenPipeError:
+        # Whoever read it, such as `head`, has seen enough: the run goes on.
+        self._stream = open(os.devnull, "w")  # noqa: SIM115
     else:
       self._bar.write(line, file=self._stream)
 
@@ -80,10 +85,10 @@ class Console:
       self._bar.update(step - self._bar.n)
       self._bar.refresh()
 
-  def finish(self, rows: Sequence[tuple[str, str]]) -> None:
+  def finish(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
     """Ends the progress and prints the closing summary."""
     self.close()
-    self.print_summary("finished", rows)
+    self.print_summary(title, rows)
 
   def close(self) -> None:
     """Leaves the bar as it is, so that what follows does not tear it."""
@@ -100,6 +105,9 @@ class Console:
 
   def _time_left(self, step: int, scalars: Mapping[str, float]) -> list[str]:
     steps_per_sec = scalars.get("steps_per_sec", 0.0)
+    if scalars.get("tokens") and "tokens_per_sec" in scalars:
+      # JAXline's rate takes evaluations for training.
+      steps_per_sec = scalars["tokens_per_sec"] / scalars["tokens"]
     if not (steps_per_sec > 0 and math.isfinite(steps_per_sec)):
       return []
     secs = (self._total_steps - step) / steps_per_sec

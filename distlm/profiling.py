@@ -10,6 +10,7 @@ import collections
 import dataclasses
 import gzip
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -72,7 +73,7 @@ class TraceReport:
       f" {share:.0%} of it in collectives\n"
       f"  longest: {top or 'no device operations'}\n"
       "  to look at it: pip install xprof; tensorboard --logdir"
-      f" {self.path.parents[3]}"
+      f" {shlex.quote(str(self.path.parents[3]))}"
     )
 
 
@@ -293,7 +294,10 @@ def write_device_memory_profile(path: Path) -> str:
     is_empty = True
   if is_empty:
     return f"WARNING: the device memory profile is empty: {path}"
-  lines = [f"device memory profile: {path}", f"  to read it: pprof -top {path}"]
+  lines = [
+    f"device memory profile: {path}",
+    f"  to read it: pprof -top {shlex.quote(str(path))}",
+  ]
   for device in jax.local_devices():
     # None on CPUs, which have no memory of their own.
     if stats := device.memory_stats():

@@ -68,17 +68,18 @@ class RunWriter:
         for a run from the start, which drops all rows of earlier attempts.
       show: called with each row, usually `Console.log_scalars`.
       splits: what this process writes. Without "train" it is an evaluator
-        beside the run: it appends and drops nothing.
+        beside the run: it drops nothing, and appends what is not there yet.
     """
     self._show = show
     self._is_resumed = resume_step is not None
     self._lock = threading.Lock()
     self._error: Exception | None = None
+    self._is_evaluator = "train" not in splits
     self._metrics_path = workdir / METRICS_FILE
     self._event_files = {
       split: _EventFile(workdir / "tensorboard" / split) for split in splits
     }
-    if "train" in splits:
+    if not self._is_evaluator:
       last_step = -1 if resume_step is None else resume_step
       _drop_rows_after(self._metrics_path, last_step)
       for event_file in self._event_files.values():
@@ -103,9 +104,10 @@ class RunWriter:
     """
     row = {name: np.asarray(value).item() for name, value in scalars.items()}
     with self._failing():
-      self._event_files[split].add(step, _scalar_summary(row))
-      _append_row(self._metrics_path, {"step": step, "split": split, **row})
       self._show(split, step, row)
+      if not (self._is_evaluator and self._has_row(split, step)):
+        self._event_files[split].add(step, _scalar_summary(row))
+        _append_row(self._metrics_path, {"step": step, "split": split, **row})
 
   def write_config(self, config: Mapping[str, Any]) -> None:
     """Shows the settings on TensorBoard's text and hparams pages.
@@ -162,6 +164,12 @@ class RunWriter:
     hidden = (Exception,) if error is not None else ()
     with contextlib.suppress(*hidden):
       self.close()
+
+  def _has_row(self, split: str, step: int) -> bool:
+    return any(
+      (row.get("split"), row["step"]) == (split, step)
+      for row in read_metrics(self._metrics_path.parent)
+    )
 
   @contextlib.contextmanager
   def _failing(self) -> Iterator[None]:
@@ -244,7 +252,11 @@ def read_metrics(workdir: Path) -> list[dict[str, Any]]:
       # A torn line is no JSON; torn by a full disk it may even be no UTF-8.
       with contextlib.suppress(ValueError):
         rows.append(json.loads(line))
-  return [row for row in rows if isinstance(row, dict) and "step" in row]
+  return [
+    row
+    for row in rows
+    if isinstance(row, dict) and isinstance(row.get("step"), int)
+  ]
 
 
 def _drop_rows_after(path: Path, last_step: int) -> None:

@@ -27,7 +27,7 @@ def test_console_prints_plain_lines_without_a_terminal() -> None:
   )
   console.log_scalars("train", 130, {"loss": 3.0, "steps_per_sec": math.inf})
   console.log_scalars("eval", 200, {"loss": 2.9, "perplexity": 18.1741})
-  console.finish([("loss", "2.9")])
+  console.finish("finished", [("loss", "2.9")])
   assert stream.getvalue().splitlines() == [
     "tiny",
     "  devices     8",
@@ -49,7 +49,7 @@ for step in (500, 600, 700):
   console.log_scalars("train", step, scalars)
   console.print_line(f"a line at {step}")
 console.log_scalars("eval", 700, {"loss": 2.9})
-console.finish([("loss", "2.9")])
+console.finish("finished", [("loss", "2.9")])
 """
 
 

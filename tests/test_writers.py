@@ -153,9 +153,9 @@ _CHILD = """
 import sys
 from pathlib import Path
 from distlm.writers import RunWriter
-splits, rows = sys.argv[2].split(","), int(sys.argv[3])
+splits, steps = sys.argv[2].split(","), range(*map(int, sys.argv[3:]))
 writer = RunWriter(Path(sys.argv[1]), None, lambda *_: None, splits)
-for step in range(1, rows + 1):
+for step in steps:
   writer.for_split(splits[0]).write_scalars(step, {"text" * 50: step / 7})
 print("written", flush=True)
 sys.stdin.read()
@@ -163,10 +163,11 @@ sys.stdin.read()
 
 
 def _start_child(
-  workdir: Path, splits: str, num_rows: int
+  workdir: Path, splits: str, num_rows: int, first_step: int = 1
 ) -> subprocess.Popen[str]:
+  steps = [str(first_step), str(first_step + num_rows)]
   return subprocess.Popen(
-    [sys.executable, "-c", _CHILD, str(workdir), splits, str(num_rows)],
+    [sys.executable, "-c", _CHILD, str(workdir), splits, *steps],
     stdin=subprocess.PIPE,
     stdout=subprocess.PIPE,
     text=True,
@@ -187,7 +188,7 @@ def test_trainer_and_evaluator_append_whole_lines(tmp_path: Path) -> None:
   _write_run(tmp_path, None, range(1, 3))
   with (
     _start_child(tmp_path, "eval", 300) as one,
-    _start_child(tmp_path, "eval", 300) as other,
+    _start_child(tmp_path, "eval", 300, first_step=301) as other,
   ):
     for child in (one, other):
       assert child.stdout and child.stdout.readline() == "written\n"
@@ -196,9 +197,19 @@ def test_trainer_and_evaluator_append_whole_lines(tmp_path: Path) -> None:
   rows = [json.loads(line) for line in lines]
   # The evaluators dropped nothing and tore nothing.
   assert [row["split"] for row in rows[:2]] == ["train", "train"]
-  assert sorted(row["step"] for row in rows[2:]) == sorted(
-    [*range(1, 301), *range(1, 301)]
-  )
+  assert sorted(row["step"] for row in rows[2:]) == list(range(1, 601))
+
+
+def test_evaluator_shows_again_but_does_not_write_again(tmp_path: Path) -> None:
+  shown = []
+  for loss in (1.0, 2.0):
+    with RunWriter(
+      tmp_path, None, lambda *row: shown.append(row), splits=("eval",)
+    ) as writer:
+      writer.for_split("eval").write_scalars(7, {"loss": loss})
+  assert shown == [("eval", 7, {"loss": loss}) for loss in (1.0, 2.0)]
+  assert read_metrics(tmp_path) == [{"step": 7, "split": "eval", "loss": 1.0}]
+  assert _curve(tmp_path, "eval", "loss") == [(7, 1.0)]
 
 
 def test_config_is_shown_as_text_and_hparams_once(tmp_path: Path) -> None:
