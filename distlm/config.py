@@ -207,7 +207,14 @@ def _parse_text(key: str, text: str, kind: type) -> Any:
     if kind is object and not text.startswith(("[", "(")):
       return text
     return ast.literal_eval(text)
-  except (KeyError, ValueError, SyntaxError, TypeError):
+  except (
+    KeyError,
+    ValueError,
+    SyntaxError,
+    TypeError,
+    MemoryError,
+    RecursionError,
+  ):
     raise UsageError(
       f"--config.{key}={text}: it must be {_describe(kind)}"
     ) from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -71,8 +72,19 @@ def start(
         f"--process-id={process_id}: it must be from 0 to"
         f" {num_processes - 1}, one less than --num-processes"
       )
+    if not re.fullmatch(r".+:\d+", coordinator):
+      raise UsageError(
+        f"--coordinator={coordinator}: it must be HOST:PORT, the same for all"
+        " processes"
+      )
     jax.distributed.initialize(coordinator, num_processes, process_id)
-  found = jax.local_device_count()
+  try:
+    found = jax.local_device_count()
+  except RuntimeError as error:
+    raise UsageError(
+      f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}: JAX cannot use its"
+      f" devices ({error}); mend it or unset it"
+    ) from error
   if num_devices is not None and found != num_devices:
     raise UsageError(
       f"--devices={num_devices}: this process has {found}"
@@ -158,10 +170,10 @@ def replicate(tree: T) -> T:
   devices = jax.local_devices()
 
   def put(x: Any) -> jax.Array:
-    x = x if isinstance(x, jax.Array) else np.asarray(x)
-    copies = [jax.device_put(x[None], device) for device in devices]
+    row = (x if isinstance(x, jax.Array) else np.asarray(x))[None]
+    copies = [jax.device_put(row, device) for device in devices]
     return jax.make_array_from_single_device_arrays(
-      (len(devices), *x.shape), _local_sharding(), copies
+      (len(devices), *row.shape[1:]), _local_sharding(), copies
     )
 
   return jax.tree.map(put, tree)

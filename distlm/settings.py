@@ -41,6 +41,8 @@ _POSITIVE = Rule(lambda value: value > 0, "positive")
 _NOT_NEGATIVE = Rule(lambda value: value >= 0, "0 or more")
 _RATE = Rule(lambda value: 0 <= value < 1, "0 or more, and below 1")
 _SHARE = Rule(lambda value: 0 < value < 1, "above 0 and below 1")
+# JAX takes a seed modulo 2**32.
+_SEED = Rule(lambda value: 0 <= value < 2**32, "0 or more, and below 2**32")
 _NOT_EMPTY = Rule(lambda value: len(value) > 0, "at least one text")
 
 
@@ -56,8 +58,7 @@ def _setting(default: Any, rule: Rule = _ANY, is_mutable: bool = False) -> Any:
   Args:
     default: its value where the user gives none.
     rule: what values it may have.
-    is_mutable: whether a resumed run may change it, because it touches neither
-      what is computed nor in which order.
+    is_mutable: whether a resumed run may change it.
   """
   return dataclasses.field(
     default=default, metadata={"rule": rule, "is_mutable": is_mutable}
@@ -117,7 +118,7 @@ class OptimizerConfig:
   clip_norm: float = _setting(1.0, _NOT_NEGATIVE)  # 0: no clipping
   b1: float | None = _setting(None, _RATE)
   b2: float | None = _setting(None, _RATE)
-  eps: float | None = _setting(None, _NOT_NEGATIVE)
+  eps: float | None = _setting(None, _POSITIVE)
   momentum: float | None = _setting(None, _RATE)
   weight_decay: float | None = _setting(None, _NOT_NEGATIVE)
 
@@ -143,7 +144,8 @@ class EvaluationConfig:
 
   interval: int = _setting(200, _NOT_NEGATIVE, is_mutable=True)  # 0: never
   # Batches of the validation split; 0: all of it.
-  batches: int = _setting(0, _NOT_NEGATIVE, is_mutable=True)
+  # Other batches would give a loss that cannot be compared with the best one.
+  batches: int = _setting(0, _NOT_NEGATIVE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +190,7 @@ class RunConfig:
   precision: str = _setting("f32", _one_of("f32"))
 
   training_steps: int = _setting(1000, _POSITIVE, is_mutable=True)
-  random_seed: int = _setting(42, _NOT_NEGATIVE)
+  random_seed: int = _setting(42, _SEED)
   random_mode_train: str = _setting(RANDOM_MODES[0], _one_of(*RANDOM_MODES))
   random_mode_eval: str = _setting(RANDOM_MODES[3], _one_of(*RANDOM_MODES))
   legacy_random_seed_behavior: bool = _setting(False)

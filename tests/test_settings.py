@@ -83,7 +83,7 @@ NEEDED = {
 ONLY_ONE_VALUE = {"precision"}
 MUTABLE = {
   *("data.prefetch_batches", "data.cache_dir"),
-  *("evaluation.interval", "evaluation.batches"),
+  "evaluation.interval",
   *("checkpoint.interval", "checkpoint.keep"),
   *("profile.start_step", "profile.num_steps", "profile.device_memory"),
   *("training_steps", "interval_type", "log_train_data_interval", "log_async"),

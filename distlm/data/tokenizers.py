@@ -228,6 +228,9 @@ def tokenizer_from_json(values: Mapping[str, Any]) -> Tokenizer:
     case {"name": ByteTokenizer.name}:
       return ByteTokenizer()
     case {"name": CharTokenizer.name, "characters": str(characters)}:
+      characters.encode()  # Half a surrogate pair is no character.
+      if list(characters) != sorted(set(characters)):
+        raise ValueError("its characters are not in order")
       return CharTokenizer(characters)
   raise ValueError("it is not a tokenizer of this version of distlm")
 
