@@ -16,7 +16,6 @@ _PUBLIC = {
   "get_base_config": "distlm.config",
   "lm_loss_fn": "distlm.losses",
   "parse_config": "distlm.config",
-  "run": "distlm.runner",
 }
 
 __all__ = ["__version__", *sorted(_PUBLIC)]

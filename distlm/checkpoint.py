@@ -24,7 +24,7 @@ import orbax.checkpoint as ocp
 from jaxline.experiment import AbstractExperiment
 
 from distlm import parallel
-from distlm.errors import UsageError
+from distlm.errors import RunError, UsageError
 
 # Orbax writes it last: without it, a directory is what a crash left, of a save
 # or of a deletion.
@@ -118,10 +118,27 @@ class DiskCheckpointer:
     Raises:
       UsageError: if arrays of the checkpoint have other names or shapes than
         those of the experiment.
+      RunError: if it cannot be read.
     """
+    step = self.latest_step(ckpt_series)
+    try:
+      self._restore_step(ckpt_series, step)
+    except (OSError, ValueError, KeyError) as error:
+      if isinstance(error, UsageError):
+        raise
+      if self.latest_step(ckpt_series) != step:
+        # The process that trains has replaced it meanwhile.
+        self.restore(ckpt_series)
+        return
+      path = self._directory / ckpt_series / f"{step}"
+      raise RunError(
+        f"checkpoint {path}: it cannot be read ({type(error).__name__}:"
+        f" {str(error)[:200]}); move it away to go on from the one before"
+      ) from error
+
+  def _restore_step(self, ckpt_series: str, step: int | None) -> None:
     state = self.get_experiment_state(ckpt_series)
     manager = self._manager(ckpt_series)
-    step = self.latest_step(ckpt_series)
     template = _make_template(
       manager.item_metadata(step)["arrays"].tree,
       state,

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 import distlm
 from distlm import arguments
+from distlm.errors import UsageError
 
 _TOKENIZER_FILE = "tokenizer.json"
 
@@ -76,12 +77,16 @@ def _run_language_model(
   workdirs.check_mode(workdir, mode, args.once)
   workdirs.check_settings(workdir, settings)
   tokenizer_path = workdir / _TOKENIZER_FILE
-  store = token_store.open_token_store(
-    config.data,
-    tokenizers.load_tokenizer(tokenizer_path)
-    if tokenizer_path.exists()
-    else None,
-  )
+  tokenizer = None
+  if tokenizer_path.exists() and workdirs.has_checkpoint(workdir):
+    tokenizer = tokenizers.load_tokenizer(tokenizer_path)
+    if tokenizer.name != config.data.tokenizer:
+      raise UsageError(
+        f"data.tokenizer={config.data.tokenizer}: the run in"
+        f" --workdir={workdir} has {tokenizer.name}; keep it or use another"
+        " directory"
+      )
+  store = token_store.open_token_store(config.data, tokenizer)
   loader.check_corpus(len(store.tokens), config.data)
 
   from distlm import experiment, parallel, runner
@@ -92,7 +97,7 @@ def _run_language_model(
   loader.check_layout(config.data, experiment.current_layout(config))
   runner.set_jaxline_flags(args)
   with runner.claim(workdir, settings, mode, args.once):
-    if parallel.process_index() == 0 and not tokenizer_path.exists():
+    if parallel.process_index() == 0 and tokenizer is None:
       tokenizers.save_tokenizer(tokenizer_path, store.tokenizer)
     runner.run(
       runner.Job(

@@ -189,6 +189,7 @@ class LanguageModelExperiment(AbstractExperiment):
     params, opt_state = self._train_state.params, self._train_state.opt_state
     num_params = sum(x.size for x in jax.tree.leaves(params))
     num_params //= parallel.local_device_count()
+    step = self._data_position["step"]
     return [
       ("parameters", f"{num_params:,}"),
       (
@@ -217,7 +218,8 @@ class LanguageModelExperiment(AbstractExperiment):
       (
         "epochs",
         f"{loader.epoch_at(config.training_steps):.2f} in"
-        f" {config.training_steps:,} steps",
+        f" {config.training_steps:,} steps;"
+        f" {loader.tokens_before(step):,} tokens done",
       ),
     ]
 

@@ -144,6 +144,9 @@ class StopRequest:
 
   JAXline then leaves its loop and saves. A second signal ends the process at
   once; what is on disk is whole at any time.
+
+  With several processes SIGTERM belongs to JAX's preemption service, by which
+  they agree on one step; a Ctrl-C is turned into it.
   """
 
   def __init__(self) -> None:
@@ -151,9 +154,12 @@ class StopRequest:
     self._previous: dict[int, Any] = {}
 
   def __enter__(self) -> StopRequest:
+    numbers = [signal.SIGINT]
+    if parallel.process_count() == 1:
+      numbers.append(signal.SIGTERM)
     # Python lets only the main thread handle signals.
     if threading.current_thread() is threading.main_thread():
-      for number in (signal.SIGTERM, signal.SIGINT):
+      for number in numbers:
         self._previous[number] = signal.signal(number, self._handle)
     return self
 
@@ -167,8 +173,7 @@ class StopRequest:
       os._exit(128 + number)
     self.is_requested = True
     os.write(2, b"\nstopping after this step; again to leave at once\n")
-    if parallel.process_count() > 1 and number == signal.SIGINT:
-      # Of the two signals, JAX's preemption service knows SIGTERM.
+    if parallel.process_count() > 1:
       os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -240,7 +245,7 @@ class Evaluation(_Action):
     self._best = read_best(checkpointer)
 
   def update_time(self, t: float, step: int) -> None:
-    del t, step
+    del t
     # Made before the first step, so that its errors come early.
     config = self._job.config
     rng = jax.random.PRNGKey(config.random_seed)
@@ -248,6 +253,10 @@ class Evaluation(_Action):
     self._experiment = jaxline.train._initialize_experiment(
       self._job.experiment_class, "eval", rng, config.experiment_kwargs
     )
+    # A run that was trained without evaluation and is evaluated now.
+    is_over = step >= config.training_steps
+    if is_over and config.best_model_eval_metric and not self._best:
+      self._evaluate(step)
 
   def __call__(self, t: float, step: int, scalars: Mapping[str, Any]) -> None:
     del t, scalars
@@ -270,7 +279,7 @@ class Evaluation(_Action):
     )
     if self._writer is not None:
       self._writer.write_scalars(step, scalars)
-      self._keep_if_best(step, scalars)
+    self._keep_if_best(step, scalars)
 
   def _keep_if_best(self, step: int, scalars: Mapping[str, Any]) -> None:
     config = self._job.config
@@ -294,7 +303,8 @@ class Evaluation(_Action):
       best_state.best_eval_metric_value = value
       best_state.best_model_eval_metric = metric
       self._state.experiment_module.on_new_best_model(best_state)
-      self._checkpointer.save("best")
+      if self._writer is not None:  # On process 0.
+        self._checkpointer.save("best")
       self._best = {"global_step": step, "best_eval_metric_value": value}
 
 

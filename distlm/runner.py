@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -155,50 +156,43 @@ def _check_jaxline_settings(config: config_dict.ConfigDict) -> None:
 def _evaluate(job: Job, checkpointer: DiskCheckpointer, mode: str) -> None:
   console = Console()
   config = config_dict.ConfigDict(job.config)
-  if config.one_off_evaluate:
+  where = job.workdir / "checkpoints"
+  if not config.one_off_evaluate:
+    console.print_line(
+      f"evaluating each new checkpoint in {where}, until that of step"
+      f" {config.training_steps:,}; Ctrl-C ends it"
+    )
+  elif checkpointer.can_be_restored("latest") or config.eval_initial_weights:
     config.best_model_eval_metric = ""  # It holds no lock, so it saves nothing.
-  if not checkpointer.can_be_restored("latest"):
-    where = job.workdir / "checkpoints"
-    if config.one_off_evaluate and not config.eval_initial_weights:
-      raise UsageError(
-        f"--workdir={job.workdir}: there is no checkpoint in {where}; train"
-        " first, or name the workdir of a run"
-      )
-    console.print_line(f"waiting for a checkpoint in {where}")
-  with contextlib.ExitStack() as stack:
-    writer = None
-    if parallel.process_index() == 0:
-      writer = stack.enter_context(
-        RunWriter(job.workdir, None, console.log_scalars, splits=("eval",))
-      ).for_split("eval")
+  else:
+    raise UsageError(
+      f"--workdir={job.workdir}: there is no checkpoint in {where}; train"
+      " first, or name the workdir of a run"
+    )
+  with _open_writer(job, console, None, mode) as writer:
     jaxline.train.evaluate(
-      job.experiment_class, config, checkpointer, writer, jaxline_mode=mode
+      job.experiment_class,
+      config,
+      checkpointer,
+      writer and writer.for_split("eval"),
+      jaxline_mode=mode,
     )
 
 
 def _train(job: Job, checkpointer: DiskCheckpointer, mode: str) -> None:
   start_time = time.monotonic()
+  resume_step = _find_start(job, checkpointer)
   state = checkpointer.get_experiment_state("latest")
   config = config_dict.ConfigDict(job.config)
   config.save_checkpoint_interval = 0  # See _Saving.
   with contextlib.ExitStack() as stack:
     stop = stack.enter_context(loop.StopRequest())
     console = stack.enter_context(contextlib.closing(Console()))
-    writers = None
-    if parallel.process_index() == 0:
-      writers = stack.enter_context(
-        RunWriter(
-          job.workdir,
-          checkpointer.latest_step("latest"),
-          console.log_scalars,
-          splits=mode.split("_"),
-        )
-      )
-      writers.write_config(job.settings)
+    writer = stack.enter_context(_open_writer(job, console, resume_step, mode))
     stack.callback(loop.call_if_defined, state, "close")
     actions: list[Any] = [loop.StartSummary(job, state, console)]
     if mode == "train_eval":
-      actions.append(loop.Evaluation(job, checkpointer, writers))
+      actions.append(loop.Evaluation(job, checkpointer, writer))
     if parallel.process_index() == 0:
       trace = TraceWindow(
         job.workdir / "profile",
@@ -206,6 +200,8 @@ def _train(job: Job, checkpointer: DiskCheckpointer, mode: str) -> None:
         print_line=console.print_line,
       )
       actions.append(stack.enter_context(trace))
+    # JAXline fails on the None that turns its rows off, if it has a writer.
+    has_rows = config.log_train_data_interval is not None
     jaxline.train.train(
       loop.adapted(
         job.experiment_class,
@@ -215,17 +211,46 @@ def _train(job: Job, checkpointer: DiskCheckpointer, mode: str) -> None:
       ),
       config,
       checkpointer,
-      # JAXline fails on the None that turns its rows off, if it has a writer.
-      writers.for_split("train")
-      if writers and config.log_train_data_interval is not None
-      else None,
+      writer.for_split("train") if writer and has_rows else None,
       periodic_actions=tuple(actions),
     )
-    if writers is not None:
-      writers.raise_if_failed()
+    if writer is not None:
+      writer.raise_if_failed()
+      is_stopped = state.global_step < config.training_steps
       rows = _closing_rows(job, state.global_step, loop.read_best(checkpointer))
       secs = time.monotonic() - start_time
-      console.finish([*rows, ("wall time", f"{secs:.1f} s")])
+      console.finish(
+        "stopped" if is_stopped else "finished",
+        [*rows, ("wall time", f"{secs:.1f} s")],
+      )
+
+
+def _find_start(job: Job, checkpointer: DiskCheckpointer) -> int | None:
+  """Returns the step of the checkpoint that training goes on from."""
+  step = checkpointer.latest_step("latest")
+  if step is not None and step > job.config.training_steps:
+    raise UsageError(
+      f"training_steps={job.config.training_steps}: the run in"
+      f" --workdir={job.workdir} is at step {step} already; set it to at least"
+      " that"
+    )
+  return step
+
+
+@contextlib.contextmanager
+def _open_writer(
+  job: Job, console: Console, resume_step: int | None, mode: str
+) -> Iterator[RunWriter | None]:
+  """Gives the writer of process 0, and None to the others."""
+  if parallel.process_index() != 0:
+    yield None
+    return
+  with RunWriter(
+    job.workdir, resume_step, console.log_scalars, splits=mode.split("_")
+  ) as writer:
+    if mode != "eval":
+      writer.write_config(job.settings)
+    yield writer
 
 
 def _closing_rows(
@@ -246,7 +271,10 @@ def _closing_rows(
     )
   return [
     *rows,
-    ("curves", f"tensorboard --logdir {job.workdir / 'tensorboard'}"),
+    (
+      "curves",
+      f"tensorboard --logdir {shlex.quote(str(job.workdir / 'tensorboard'))}",
+    ),
   ]
 
 

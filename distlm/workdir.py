@@ -20,13 +20,22 @@ CONFIG_FILE = "config.json"
 MODES = ("train", "eval", "train_eval")
 
 
+def has_checkpoint(workdir: Path) -> bool:
+  """Returns whether a directory holds a run that can go on."""
+  return any(path.name.isdigit() for path in workdir.glob("checkpoints/*/*"))
+
+
 def check_settings(workdir: Path, settings: Mapping[str, Any]) -> None:
   """Checks that a directory is free, or of a run with these settings.
+
+  What a run left that never saved a checkpoint binds nobody.
 
   Raises:
     UsageError: naming the settings that differ.
   """
   path = workdir / CONFIG_FILE
+  if not has_checkpoint(workdir):
+    return
   try:
     theirs = json.loads(path.read_bytes())
     if not isinstance(theirs, dict):

@@ -158,6 +158,19 @@ def test_a_resumed_run_may_change_what_does_not_decide_the_result(
   assert json.loads((tmp_path / "config.json").read_bytes()) == changed
 
 
+def _save_checkpoint(workdir: Path) -> None:
+  """Leaves what makes a directory one of a run that can go on."""
+  (workdir / "checkpoints" / "latest" / "20").mkdir(parents=True)
+
+
+def test_a_run_that_never_saved_binds_nobody(tmp_path: Path) -> None:
+  _claim_briefly(tmp_path)
+  other = json.loads(json.dumps(SETTINGS))
+  other["model"]["num_layers"] = 7
+  _claim_briefly(tmp_path, settings=other)
+  assert json.loads((tmp_path / "config.json").read_bytes()) == other
+
+
 @pytest.mark.parametrize(
   ("mode", "once"), [("train", False), ("eval", False), ("eval", True)]
 )
@@ -165,6 +178,7 @@ def test_a_run_with_other_settings_is_refused(
   tmp_path: Path, mode: str, once: bool
 ) -> None:
   _claim_briefly(tmp_path)
+  _save_checkpoint(tmp_path)
   before = (tmp_path / "config.json").read_bytes()
   other = json.loads(json.dumps(SETTINGS))
   other["model"]["num_layers"] = 7
@@ -187,6 +201,7 @@ def test_a_run_with_other_settings_is_refused(
 def test_settings_that_cannot_be_read(tmp_path: Path, content: bytes) -> None:
   path = tmp_path / "config.json"
   path.write_bytes(content)
+  _save_checkpoint(tmp_path)
   with pytest.raises(UsageError, match=re.escape(f"{path} cannot be read")):
     check_settings(tmp_path, SETTINGS)
   with pytest.raises(UsageError, match="mend it or use another directory"):
@@ -196,6 +211,7 @@ def test_settings_that_cannot_be_read(tmp_path: Path, content: bytes) -> None:
 
 def test_a_directory_in_place_of_the_settings(tmp_path: Path) -> None:
   (tmp_path / "config.json").mkdir()
+  _save_checkpoint(tmp_path)
   with pytest.raises(UsageError, match="cannot be read"):
     _claim_briefly(tmp_path)
 
