@@ -25,7 +25,7 @@ from pathlib import Path
 CONFIG = "experiments/shakespeare_char.py"
 DEVICE_COUNTS = (1, 2, 4)
 NUM_ROUNDS = 3
-NUM_STEPS = 300
+NUM_STEPS = 120
 
 
 def main() -> None:

@@ -9,21 +9,19 @@ JSON. Nothing is ever unpickled.
 
 from __future__ import annotations
 
-import functools
-import json
+import contextlib
 import operator
 import time
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from jaxline.experiment import AbstractExperiment
 
-from distlm import parallel
+from distlm import parallel, snapshot
 from distlm.errors import RunError, UsageError
 
 # Orbax writes it last: without it, a directory is what a crash left, of a save
@@ -82,7 +80,7 @@ class DiskCheckpointer:
     if step in self._whole_steps(ckpt_series):
       return
     self._make_room(ckpt_series, step)
-    arrays, attributes = _take_snapshot(state.experiment_module)
+    arrays, attributes = snapshot.take(state.experiment_module)
     if getattr(state, "train_step_rng", None) is not None:
       arrays["train_step_rng"] = parallel.fetch(state.train_step_rng)
     scalars = {
@@ -122,26 +120,33 @@ class DiskCheckpointer:
     """
     step = self.latest_step(ckpt_series)
     try:
-      self._restore_step(ckpt_series, step)
-    except (OSError, ValueError, KeyError) as error:
-      if isinstance(error, UsageError):
+      with self._reading(ckpt_series, step):
+        self._restore_step(ckpt_series, step)
+    except RunError:
+      if self.latest_step(ckpt_series) == step:
         raise
-      if self.latest_step(ckpt_series) != step:
-        # The process that trains has replaced it meanwhile.
-        self.restore(ckpt_series)
-        return
-      path = self._directory / ckpt_series / f"{step}"
+      # The process that trains has replaced it meanwhile.
+      self.restore(ckpt_series)
+
+  @contextlib.contextmanager
+  def _reading(self, ckpt_series: str, step: int | None) -> Iterator[None]:
+    try:
+      yield
+    except UsageError:
+      raise
+    except (OSError, ValueError, KeyError) as error:
       raise RunError(
-        f"checkpoint {path}: it cannot be read ({type(error).__name__}:"
-        f" {str(error)[:200]}); move it away to go on from the one before"
+        f"checkpoint {self._directory / ckpt_series / f'{step}'}: it cannot be"
+        f" read ({type(error).__name__}: {str(error)[:200]}); move it away to"
+        " go on from the one before"
       ) from error
 
   def _restore_step(self, ckpt_series: str, step: int | None) -> None:
     state = self.get_experiment_state(ckpt_series)
     manager = self._manager(ckpt_series)
-    template = _make_template(
+    template = snapshot.make_template(
       manager.item_metadata(step)["arrays"].tree,
-      state,
+      state.experiment_module,
       f"checkpoint {self.restore_path(ckpt_series)}",
     )
     restored = manager.restore(
@@ -157,7 +162,7 @@ class DiskCheckpointer:
     state.experiment_module.restore_from_snapshot(
       {
         **restored["arrays"],
-        **_with_tuples(
+        **snapshot.with_tuples(
           restored["metadata"]["attributes"], state.experiment_module
         ),
       }
@@ -174,11 +179,12 @@ class DiskCheckpointer:
 
   def read_scalars(self, ckpt_series: str) -> dict[str, Any]:
     """Returns `global_step` and the like of the newest whole checkpoint."""
-    restored = self._manager(ckpt_series).restore(
-      self.latest_step(ckpt_series),
-      args=ocp.args.Composite(metadata=ocp.args.JsonRestore()),
-    )
-    return dict(restored["metadata"]["state"])
+    step = self.latest_step(ckpt_series)
+    with self._reading(ckpt_series, step):
+      restored = self._manager(ckpt_series).restore(
+        step, args=ocp.args.Composite(metadata=ocp.args.JsonRestore())
+      )
+      return dict(restored["metadata"]["state"])
 
   def restore_path(self, ckpt_series: str) -> str | None:
     """Returns where the newest whole checkpoint is, or None."""
@@ -250,99 +256,3 @@ class DiskCheckpointer:
         },
       )
     return self._managers[ckpt_series]
-
-
-def _take_snapshot(
-  module: AbstractExperiment,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-  """Returns what Orbax and what JSON stores, copied to the host."""
-  arrays, attributes = {}, {}
-  for name, value in module.snapshot_state().items():
-    if any(isinstance(leaf, str) for leaf in jax.tree.leaves(value)):
-      # A copy, since saving goes on while the attribute changes.
-      attributes[name] = json.loads(json.dumps(value))
-    else:
-      arrays[name] = jax.tree.map(_to_host, value)
-  return arrays, attributes
-
-
-def _to_host(leaf: Any) -> Any:
-  # A copy of device arrays, because the next update donates them.
-  return np.array(leaf) if isinstance(leaf, (jax.Array, np.generic)) else leaf
-
-
-def _make_template(
-  saved: Mapping[str, Any], state: ExperimentState, what: str
-) -> dict[str, Any]:
-  """Returns arrays of the structure that a checkpoint is restored to.
-
-  The structure of an attribute is that of its present value. Where there is
-  none, as in an evaluator before its first checkpoint, it is that of the
-  checkpoint, in which tuples have become lists.
-  """
-  module = state.experiment_module
-  template = jax.tree.map(
-    lambda leaf: _placeholder(leaf.shape, leaf.dtype), dict(saved)
-  )
-  for attributes, num_replica_axes in (
-    (module.CHECKPOINT_ATTRS, 1),
-    (module.NON_BROADCAST_CHECKPOINT_ATTRS, 0),
-  ):
-    for attribute, name in attributes.items():
-      value = getattr(module, attribute, None)
-      if name in template and value is not None:
-        wanted = jax.tree.map(
-          functools.partial(_like, num_replica_axes=num_replica_axes),
-          value,
-        )
-        _check_same_arrays(saved[name], wanted, f"{what}: {name}")
-        template[name] = wanted
-  return template
-
-
-def _like(leaf: Any, num_replica_axes: int) -> Any:
-  if isinstance(leaf, (bool, int, float)):
-    return leaf
-  # Not jnp.result_type, which would make 64 bits 32.
-  dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
-  return _placeholder(np.shape(leaf)[num_replica_axes:], dtype)
-
-
-def _with_tuples(
-  saved: Mapping[str, Any], module: AbstractExperiment
-) -> dict[str, Any]:
-  """Makes tuples of JSON's lists where the present values have tuples."""
-  values = dict(saved)
-  for attribute, name in module.NON_BROADCAST_CHECKPOINT_ATTRS.items():
-    present = getattr(module, attribute, None)
-    if name in saved and present is not None:
-      as_saved: Any = jax.tree.structure(json.loads(json.dumps(present)))
-      if as_saved == jax.tree.structure(saved[name]):
-        values[name] = jax.tree.unflatten(
-          jax.tree.structure(present), jax.tree.leaves(saved[name])
-        )
-  return values
-
-
-def _placeholder(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-  # All its elements are one in memory.
-  return np.broadcast_to(np.zeros([], dtype), shape)
-
-
-def _check_same_arrays(saved: Any, wanted: Any, what: str) -> None:
-  shapes = [
-    {
-      jax.tree_util.keystr(path, simple=True, separator="."): tuple(
-        np.shape(leaf)
-      )
-      for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
-    for tree in (saved, wanted)
-  ]
-  for name in sorted(shapes[0] | shapes[1]):
-    if shapes[0].get(name) != shapes[1].get(name):
-      raise UsageError(
-        f"{what}.{name} is of shape {shapes[0].get(name, 'none')}, but this"
-        f" experiment has {shapes[1].get(name, 'none')}; restore it with the"
-        " settings that it was saved with, or use another --workdir"
-      )

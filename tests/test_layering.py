@@ -30,6 +30,7 @@ ROWS = (
     "metrics",
     "writers",
     "console",
+    "snapshot",
     "profiling",
   },
   {"updater", "checkpoint", "workdir"},
