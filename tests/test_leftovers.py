@@ -50,8 +50,9 @@ def _error(capsys: pytest.CaptureFixture[str]) -> str:
 def test_an_evaluation_of_one_checkpoint_changes_nothing(
   config: Path, workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-  # As if the best model were an earlier and better one.
+  # As if the best model were of another step, and the newest beat it.
   [best] = (workdir / "checkpoints" / "best").iterdir()
+  best = best.rename(best.with_name("10"))
   metadata = json.loads((best / "metadata" / "metadata").read_text())
   metadata["state"]["best_eval_metric_value"] = 99.0
   (best / "metadata" / "metadata").write_text(json.dumps(metadata))
@@ -59,6 +60,7 @@ def test_an_evaluation_of_one_checkpoint_changes_nothing(
   assert _run("eval", config, workdir, "--once") == 0
   assert "eval step 20  loss" in capsys.readouterr().out
   assert (best.stat().st_mtime_ns, read_metrics(workdir)) == before
+  assert tiny_run.saved_steps(workdir, "best") == [10]
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing"])
