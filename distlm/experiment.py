@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxline.experiment import AbstractExperiment
 
-from distlm import metrics, parallel
+from distlm import metrics, nonfinite, parallel
+from distlm.console import warn
 from distlm.data.loader import Layout, Loader
 from distlm.data.prefetch import Prefetcher
 from distlm.data.token_store import TokenStore, open_token_store
-from distlm.errors import UsageError
+from distlm.errors import RunError, UsageError
 from distlm.losses import lm_loss_fn
 from distlm.model.transformer import build_forward_fn
 from distlm.optimizer import make_optimizer, make_schedule
@@ -23,6 +25,8 @@ from distlm.types import Batch, LossSums, TrainState
 from distlm.updater import GradientUpdater
 
 _MIB = 2**20
+# Updates skipped one after the other that end the run, unless it says.
+_MAX_SKIPS_IN_ROW = 10
 
 
 def current_layout(config: RunConfig) -> Layout:
@@ -35,21 +39,25 @@ def current_layout(config: RunConfig) -> Layout:
   )
 
 
-def make_updater(config: RunConfig, num_tokens: int) -> GradientUpdater:
-  """Returns the updater of the language model that `config` describes.
+def make_model(config: RunConfig, num_tokens: int) -> Any:
+  """Returns the language model that `config` describes, by Haiku.
 
   Args:
     config: the checked settings.
     num_tokens: size of the tokenizer's vocabulary, at most the model's.
   """
-  length = config.data.sequence_length
   vocab_size = config.model.vocab_size or num_tokens
   if vocab_size < num_tokens:
     raise UsageError(
       f"model.vocab_size={vocab_size}: data.tokenizer={config.data.tokenizer}"
       f" has {num_tokens} tokens; set it to 0 or to at least that"
     )
-  forward = build_forward_fn(config.model, vocab_size, length)
+  return build_forward_fn(config.model, vocab_size, config.data.sequence_length)
+
+
+def make_updater(config: RunConfig, forward: Any) -> GradientUpdater:
+  """Returns the updater of a model made by `make_model`."""
+  length = config.data.sequence_length
   schedule = make_schedule(config.optimizer, config.training_steps)
 
   def init_fn(key: jax.Array) -> Any:
@@ -69,6 +77,8 @@ class LanguageModelExperiment(AbstractExperiment):
 
   CHECKPOINT_ATTRS: ClassVar = {"_train_state": "train_state"}
   NON_BROADCAST_CHECKPOINT_ATTRS: ClassVar = {"_data_position": "data_position"}
+
+  loader_class: ClassVar[type[Loader]] = Loader
 
   def __init__(
     self,
@@ -92,14 +102,16 @@ class LanguageModelExperiment(AbstractExperiment):
     super().__init__(mode, init_rng)
     self._config = config
     self._store = store or open_token_store(config.data)
-    self._loader = Loader(
+    self._loader = self.loader_class(
       self._store,
       config.data,
       config.evaluation.batches,
       config.random_seed,
       current_layout(config),
     )
-    updater = make_updater(config, self._store.tokenizer.vocab_size)
+    self._forward = make_model(config, self._store.tokenizer.vocab_size)
+    updater = make_updater(config, self._forward)
+    self._gradient = updater.gradient
     self._update = parallel.pmap(updater.update, donate_argnums=0)
     self._evaluate = parallel.pmap(updater.evaluate)
     self._init = functools.partial(
@@ -110,7 +122,7 @@ class LanguageModelExperiment(AbstractExperiment):
     )
     self._set_position(0)
     self._batches: Prefetcher[Batch] | None = None
-    self._previous: dict[str, jax.Array] | None = None
+    self._in_flight: _InFlight | None = None
     self._rate = metrics.TokenRate()
 
   def step(
@@ -128,13 +140,15 @@ class LanguageModelExperiment(AbstractExperiment):
       self._batches = self._start_batches(int(parallel.fetch(global_step)))
     batch = next(self._batches)  # [R, A, B, T]
     self._train_state, scalars = self._update(self._train_state, batch, rng)
-    self._set_position(self._data_position["step"] + 1)
-    self._wait_for_previous()
-    self._previous = parallel.first_replica(scalars)
+    step = self._data_position["step"] + 1
+    self._set_position(step)
+    self._settle()
+    scalars = parallel.first_replica(scalars)
+    self._in_flight = _InFlight(step, batch, rng, scalars)
     return {
-      **self._previous,
+      **{name: scalars[name] for name in scalars if name != "skipped_in_row"},
       **self._rate.scalars(),
-      "epoch": self._loader.epoch_at(self._data_position["step"]),
+      **self._loader.ledger(step)._asdict(),
     }
 
   def evaluate(
@@ -217,9 +231,9 @@ class LanguageModelExperiment(AbstractExperiment):
       ),
       (
         "epochs",
-        f"{loader.epoch_at(config.training_steps):.2f} in"
+        f"{loader.ledger(config.training_steps).epoch:.2f} in"
         f" {config.training_steps:,} steps;"
-        f" {loader.tokens_before(step):,} tokens done",
+        f" {loader.ledger(step).tokens_seen:,} tokens done",
       ),
     ]
 
@@ -227,11 +241,31 @@ class LanguageModelExperiment(AbstractExperiment):
     """Ends the thread that loads batches; `step` starts it anew."""
     if self._batches is not None:
       self._batches.close()
-    self._batches = self._previous = None
+    self._batches = self._in_flight = None
 
   def pause(self) -> None:
-    """Tells that what follows the last step is not training time."""
+    """Waits for the last step; what follows it is not training time.
+
+    Raises:
+      RunError: if that step went wrong.
+    """
+    self._settle()
     self._rate.pause()
+
+  def closing_rows(self) -> list[tuple[str, str]]:
+    """Returns (name, value) rows about what the run has trained on."""
+    of_epoch = self._loader.tokens_per_epoch
+    ledger = self._loader.ledger(self._data_position["step"])
+    epochs = int(ledger.epoch)
+    rest = ledger.tokens_seen - epochs * of_epoch
+    return [
+      (
+        "tokens",
+        f"{ledger.tokens_seen:,} seen: {epochs} epoch(s) of {of_epoch:,}, then"
+        f" {rest:,}; {ledger.tokens_repeated:,} repeated,"
+        f" {ledger.tokens_padded:,} padded",
+      )
+    ]
 
   @property
   def _depth(self) -> int:
@@ -256,14 +290,57 @@ class LanguageModelExperiment(AbstractExperiment):
     for index in range(self._loader.num_evaluation_batches):
       yield parallel.shard(self._loader.process_evaluation_batch(index))
 
-  def _wait_for_previous(self) -> None:
-    """Keeps one update in flight while the host prepares the next.
+  def _settle(self) -> None:
+    """Waits for the update in flight, and looks at how it went.
 
-    Without a bound the host would run ahead by hundreds of steps, holding the
-    batch of each; with fake CPU devices that can even exhaust XLA's threads.
+    One update is in flight while the host prepares the next. Without a bound
+    the host would run ahead by hundreds of steps, holding the batch of each;
+    with fake CPU devices that can even exhaust XLA's threads.
+
+    Raises:
+      RunError: if the update was not finite and may not be skipped.
     """
-    if self._previous is not None:
-      self._rate.update(self._previous["tokens"].item())
+    update, self._in_flight = self._in_flight, None
+    if update is None:
+      return
+    self._rate.update(update.scalars["tokens"].item())
+    in_row = update.scalars["skipped_in_row"].item()
+    is_applied = not in_row and math.isfinite(
+      update.scalars["param_norm"].item()
+    )
+    if is_applied:
+      return
+    limit = self._config.nonfinite_limit or _MAX_SKIPS_IN_ROW
+    if in_row and self._config.nonfinite == "skip" and in_row <= limit:
+      if parallel.process_index() == 0:
+        warn(
+          f"step {update.step}: the loss or gradient is not finite, so the"
+          f" update is skipped ({in_row} in a row)"
+        )
+      return
+    # Its parameters are those that it began with, if it was not applied.
+    cause = nonfinite.find_cause(
+      self._forward,
+      self._gradient,
+      self._train_state.params,
+      update.batch,
+      update.keys,
+    )
+    many = f", the {in_row}. such step in a row" if in_row > 1 else ""
+    raise RunError(
+      f"step {update.step}: {cause} is not finite{many}; the update was not"
+      " applied and nothing of it saved: lower optimizer.learning_rate, mend"
+      " the data, or go on past such steps with nonfinite=skip"
+    )
+
+
+class _InFlight(NamedTuple):
+  """An update that may still be computed, and what it was given."""
+
+  step: int  # completed updates after it
+  batch: Batch  # [R, A, B, T]
+  keys: jax.Array  # [R, 2]
+  scalars: dict[str, jax.Array]
 
 
 def _device_mib(tree: Any) -> str:

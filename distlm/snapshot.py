@@ -37,6 +37,20 @@ def _to_host(leaf: Any) -> Any:
   return np.array(leaf) if isinstance(leaf, (jax.Array, np.generic)) else leaf
 
 
+def find_nonfinite(tree: Any) -> str:
+  """Returns the name of the first array with a NaN or infinity, or ""."""
+  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    is_float = jax.dtypes.issubdtype(np.asarray(leaf).dtype, np.inexact)
+    if is_float and not np.isfinite(leaf).all():
+      return dotted(path)
+  return ""
+
+
+def dotted(path: Any) -> str:
+  """Returns the name of a leaf, such as "train_state.params.embed.w"."""
+  return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
 def make_template(
   saved: Mapping[str, Any], module: AbstractExperiment, what: str
 ) -> dict[str, Any]:
@@ -96,7 +110,7 @@ def _placeholder(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
   return {
-    jax.tree_util.keystr(path, simple=True, separator="."): np.shape(leaf)
+    dotted(path): np.shape(leaf)
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
   }
 

@@ -39,9 +39,11 @@ class Batch(NamedTuple):
 class TrainState(NamedTuple):
   """All that an update changes; donated whole to the next update."""
 
-  step: Array  # [] int32: completed updates
+  step: Array  # [] int32: completed updates, skipped ones included
   params: Params
   opt_state: OptState
+  num_skipped: Array  # [] int32: updates whose gradient was not finite
+  num_skipped_in_row: Array  # [] int32: the last of them, 0 after a good one
 
 
 class LossSums(NamedTuple):

@@ -47,11 +47,16 @@ class GradientUpdater:
     Args:
       key: the same on all devices, so that their states are equal.
     """
-    params = self.init_fn(key)
+    return self.start(self.init_fn(key))
+
+  def start(self, params: Params) -> TrainState:
+    """Returns the state before the first update of given parameters."""
     return TrainState(
       step=jnp.zeros([], jnp.int32),
       params=params,
       opt_state=self.optimizer.init(params),
+      num_skipped=jnp.zeros([], jnp.int32),
+      num_skipped_in_row=jnp.zeros([], jnp.int32),
     )
 
   def update(
@@ -64,6 +69,10 @@ class GradientUpdater:
     global norm, then handed to the optimizer. A batch without any target gives
     a zero gradient.
 
+    Where the loss or the gradient is not finite, parameters and optimizer state
+    stay as they are. All devices decide alike, because both are sums over all
+    devices; so any NaN or infinity anywhere counts.
+
     Args:
       state: equal on all devices.
       batch: [A, B, T], this device's part of the global batch.
@@ -72,26 +81,56 @@ class GradientUpdater:
     Returns:
       The next state, and scalars of this update. `loss`, `accuracy` and
       `grad_norm` (before clipping) are of the global batch and of the
-      parameters before the update, `param_norm` of those after it.
+      parameters before the update, `param_norm` of those after it;
+      `skipped_steps` is the number of updates left out so far, and
+      `skipped_in_row` that of the last ones, 0 if this one was applied.
     """
-    grads, sums = self._sum_gradients(state.params, batch, key)
-    grads, sums = parallel.psum((grads, sums), self.axis_name)
+    grads, sums = self.gradient(state.params, batch, key)
     num_tokens = jnp.maximum(sums.num_tokens, 1).astype(jnp.float32)
-    grads = jax.tree.map(lambda g: g / num_tokens, grads)
+    loss, grad_norm = sums.loss / num_tokens, optax.tree.norm(grads)
+    is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     updates, opt_state = self.optimizer.update(
       grads, state.opt_state, state.params
     )
-    params = optax.apply_updates(state.params, updates)
+    # A select, not a branch: it costs nothing, as it is fused into the update.
+    params, opt_state = jax.tree.map(
+      lambda new, old: jnp.where(is_finite, new, old),
+      (optax.apply_updates(state.params, updates), opt_state),
+      (state.params, state.opt_state),
+    )
+    num_skipped = state.num_skipped + ~is_finite
+    in_row = jnp.where(is_finite, 0, state.num_skipped_in_row + 1)
+    # The optimizer counts the updates that were applied.
+    learning_rate = self.schedule(state.step - state.num_skipped)
     scalars = {
-      "loss": sums.loss / num_tokens,
+      "loss": loss,
       "accuracy": sums.num_correct / num_tokens,
-      "grad_norm": optax.tree.norm(grads),
+      "grad_norm": grad_norm,
       "update_norm": optax.tree.norm(updates),
       "param_norm": optax.tree.norm(params),
-      "learning_rate": jnp.asarray(self.schedule(state.step), jnp.float32),
+      "learning_rate": jnp.asarray(learning_rate, jnp.float32),
       "tokens": sums.num_tokens,
+      "skipped_steps": num_skipped,
+      "skipped_in_row": in_row,
     }
-    return TrainState(state.step + 1, params, opt_state), scalars
+    return TrainState(
+      state.step + 1, params, opt_state, num_skipped, in_row
+    ), scalars
+
+  def gradient(
+    self, params: Params, batch: Batch, key: Array
+  ) -> tuple[Params, LossSums]:
+    """Returns the gradient of the mean loss, and the sums, of all devices.
+
+    Args:
+      params: equal on all devices.
+      batch: [A, B, T], this device's part of the global batch.
+      key: this device's PRNG key of this step.
+    """
+    grads, sums = self._sum_gradients(params, batch, key)
+    grads, sums = parallel.psum((grads, sums), self.axis_name)
+    num_tokens = jnp.maximum(sums.num_tokens, 1).astype(jnp.float32)
+    return jax.tree.map(lambda g: g / num_tokens, grads), sums
 
   def evaluate(self, params: Params, batch: Batch) -> LossSums:
     """Returns the sums over the global batch, without dropout.

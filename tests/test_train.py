@@ -28,6 +28,7 @@ from distlm.writers import read_metrics
 TRAIN_SCALARS = {
   *("loss", "accuracy", "grad_norm", "update_norm", "param_norm"),
   *("learning_rate", "tokens", "tokens_per_sec", "steps_per_sec", "epoch"),
+  *("skipped_steps", "tokens_seen", "tokens_padded", "tokens_repeated"),
 }
 EVAL_SCALARS = {"loss", "perplexity", "bits_per_byte", "accuracy", "tokens"}
 # For this process: its eight devices.

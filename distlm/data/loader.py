@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -151,6 +151,20 @@ class SequenceView:
     )
 
 
+class Ledger(NamedTuple):
+  """What a run has read of the training split.
+
+  `tokens_seen` counts targets, those of `tokens_repeated` not for the first
+  time; `tokens_padded` counts masked places; `epoch` is how many times the
+  split was read.
+  """
+
+  tokens_seen: int
+  tokens_padded: int
+  tokens_repeated: int
+  epoch: float
+
+
 def shuffled(num_sequences: int, seed: int, epoch: int) -> NDArray[np.int64]:
   """Returns the order of the sequences in one epoch.
 
@@ -209,14 +223,15 @@ class Loader:
     self._order: Callable[[int], NDArray[np.int64]] = functools.lru_cache(2)(
       functools.partial(shuffled, self._train.num_sequences, seed)
     )
+    self._ragged_place = functools.lru_cache(2)(self._find_ragged)
 
   def global_batch(self, step: int) -> Batch:
     """Returns the whole batch, `[global B, T]`, that update `step` takes."""
-    return self._train.rows(self._train_indices(step))
+    return self._train.rows(self.sequences(step))
 
   def process_batch(self, step: int) -> Batch:
     """Returns this process's part, `[R, A, B, T]`, of `global_batch`."""
-    return self._process_rows(self._train, self._train_indices(step))
+    return self._process_rows(self._train, self.sequences(step))
 
   def evaluation_batch(self, index: int) -> Batch:
     """Returns a whole batch, `[global B, T]`, of the validation split.
@@ -225,6 +240,10 @@ class Loader:
       index: in [0, num_evaluation_batches).
     """
     return self._validation.rows(self._evaluation_indices(index))
+
+  def training_rows(self, indices: NDArray[np.int64]) -> Batch:
+    """Returns sequences of the training split; see `SequenceView.rows`."""
+    return self._train.rows(indices)
 
   def process_evaluation_batch(self, index: int) -> Batch:
     """Returns this process's part, `[R, A, B, T]`, of `evaluation_batch`."""
@@ -263,20 +282,27 @@ class Loader:
       for start in range(0, len(targets), _SUM_CHUNK_TOKENS)
     )
 
-  def tokens_before(self, step: int) -> int:
-    """Returns the number of targets that the first `step` updates train on."""
+  def ledger(self, step: int) -> Ledger:
+    """Returns what the first `step` updates have read."""
     num_sequences = self._train.num_sequences
     epoch, position = divmod(step * self._batch_size, num_sequences)
     missing = num_sequences * self._length - self._train.num_targets
-    if missing and num_sequences - 1 not in self._order(epoch)[:position]:
-      missing = 0  # The ragged sequence comes later in this epoch.
-    return epoch * self._train.num_targets + position * self._length - missing
+    # Of the epoch under way, only once its ragged sequence has come.
+    padded = missing * (epoch + (self._ragged_place(epoch) < position))
+    seen = step * self._batch_size * self._length - padded
+    return Ledger(
+      tokens_seen=seen,
+      tokens_padded=padded,
+      tokens_repeated=max(0, seen - self._train.num_targets),
+      epoch=step * self._batch_size / num_sequences,
+    )
 
-  def epoch_at(self, step: int) -> float:
-    """Returns how many times `step` updates have read the training split."""
-    return step * self._batch_size / self._train.num_sequences
+  def _find_ragged(self, epoch: int) -> int:
+    """Returns the place of the last, perhaps shorter sequence in an epoch."""
+    return int(np.argmax(self._order(epoch)))
 
-  def _train_indices(self, step: int) -> NDArray[np.int64]:
+  def sequences(self, step: int) -> NDArray[np.int64]:
+    """Returns which sequences, `[global B]`, update `step` takes."""
     first = step * self._batch_size
     epochs, positions = np.divmod(
       np.arange(first, first + self._batch_size), self._train.num_sequences

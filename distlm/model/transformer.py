@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
+from typing import Any
 
 import haiku as hk
 import jax
+import jax.numpy as jnp
 
 from distlm.model.attention import SelfAttention, attention_mask
 from distlm.settings import ModelConfig
+from distlm.types import Array, Params
 
 # GPT-2 initializes every weight with this standard deviation, and those that
 # write into the residual stream with 1/sqrt(number of such writes) of it, so
@@ -153,3 +157,41 @@ def build_forward_fn(
     return model(inputs, padding_mask, is_training)
 
   return hk.transform(forward)
+
+
+def find_nonfinite_scope(
+  forward: hk.Transformed,
+  params: Params,
+  key: Array | None,
+  inputs: Array,
+  padding_mask: Array,
+) -> str:
+  """Returns the first module whose output is not finite, or "".
+
+  It runs the model in training mode, operation by operation: slow, and meant
+  for the batch that a run has failed on.
+
+  Args:
+    forward: made by `build_forward_fn`.
+    params: its parameters.
+    key: the PRNG key of dropout.
+    inputs: [B, T] int32 tokens.
+    padding_mask: [B, T] bool.
+  """
+  found = []
+
+  def look(
+    call: Callable[..., Any],
+    arguments: Any,
+    named: Any,
+    context: hk.MethodContext,
+  ) -> Any:
+    output = call(*arguments, **named)
+    is_finite = all(jnp.isfinite(x).all() for x in jax.tree.leaves(output))
+    if context.method_name == "__call__" and not is_finite:
+      found.append(context.module.module_name)
+    return output
+
+  with hk.intercept_methods(look):
+    forward.apply(params, key, inputs, padding_mask, True)
+  return found[0] if found else ""

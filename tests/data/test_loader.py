@@ -261,14 +261,14 @@ def test_tokens_before_counts_the_targets(
   loader = make_loader(num_tokens, global_batch_size=size)
   total = 0
   for step in range(70):
-    assert loader.tokens_before(step) == total
+    assert loader.ledger(step).tokens_seen == total
     total += int(loader.global_batch(step).mask.sum())
 
 
 def test_epoch_at(make_loader: MakeLoader) -> None:
   loader = make_loader()
-  assert [loader.epoch_at(step) for step in (0, 7, 14)] == [0.0, 3.0, 6.0]
-  assert loader.epoch_at(1) == 12 / 28
+  assert [loader.ledger(step).epoch for step in (0, 7, 14)] == [0.0, 3.0, 6.0]
+  assert loader.ledger(1).epoch == 12 / 28
 
 
 @pytest.mark.parametrize(
