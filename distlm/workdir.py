@@ -7,15 +7,18 @@ import fcntl
 import json
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from distlm.atomic import write_atomically
 from distlm.config import differing_keys
+from distlm.data import corpora
 from distlm.errors import UsageError
 
 CONFIG_FILE = "config.json"
+# Checksums of the documents that a run is trained on, by their names.
+CORPUS_FILE = "corpus.json"
 
 MODES = ("train", "eval", "train_eval")
 
@@ -53,6 +56,37 @@ def check_settings(workdir: Path, settings: Mapping[str, Any]) -> None:
       f"--workdir={workdir}: it holds a run with other settings:"
       f" {'; '.join(differing)}; keep them or use another directory"
     )
+
+
+def check_corpus(
+  workdir: Path,
+  source: Sequence[str],
+  documents: Sequence[corpora.Document],
+) -> None:
+  """Checks that the text of a run is still what it was trained on.
+
+  Raises:
+    UsageError: naming the first document that is not.
+  """
+  try:
+    described = json.loads((workdir / CORPUS_FILE).read_bytes())
+  except (OSError, ValueError):
+    return  # The checkpoint's own fingerprint of the text is checked later.
+  if not has_checkpoint(workdir) or not isinstance(described, dict):
+    return
+  changes = corpora.find_changes(documents, described)
+  if changes:
+    more = f" (and {len(changes) - 1} more)" if len(changes) > 1 else ""
+    raise UsageError(
+      f"data.source={', '.join(source)}: {changes[0]}{more} since the run in"
+      f" --workdir={workdir} began; restore the text or use another --workdir"
+    )
+
+
+def write_corpus(workdir: Path, documents: Sequence[corpora.Document]) -> None:
+  """Notes in a directory which text its run is trained on."""
+  text = json.dumps(corpora.describe(documents), indent=0, sort_keys=True)
+  write_atomically(workdir / CORPUS_FILE, [text.encode()])
 
 
 def check_mode(workdir: Path, mode: str, once: bool) -> None:

@@ -278,11 +278,11 @@ def test_nothing_to_evaluate(
 
 @pytest.mark.parametrize("command", ["train", "eval"])
 @pytest.mark.parametrize(
-  ("change", "says"),
+  "change",
   [
-    (lambda text: text + "☃", "the character '☃' at byte 20000 of"),
-    (lambda text: text[:-1] + "a", "its text differs"),
-    (lambda text: text[:-9], "its text differs"),
+    lambda text: text + "☃",
+    lambda text: text[:-1] + "a",
+    lambda text: text[:-9],
   ],
 )
 def test_a_text_that_changed_since(
@@ -291,7 +291,6 @@ def test_a_text_that_changed_since(
   capsys: pytest.CaptureFixture[str],
   command: str,
   change: Callable[[str], str],
-  says: str,
 ) -> None:
   path = config.parent / "text.txt"
   before = path.read_text()
@@ -304,9 +303,8 @@ def test_a_text_that_changed_since(
     line = one_line([*args, ENDS_AT_3, once], capsys)
   finally:
     path.write_text(before)
-  assert says in line
-  assert str(path) in line
-  assert re.search("use the text that|restore the text", line)
+  assert f"{path} is changed since the run in" in line
+  assert "restore the text" in line
 
 
 @pytest.mark.parametrize("command", ["train", "eval"])

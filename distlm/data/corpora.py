@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import glob
+import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from distlm.errors import UsageError
@@ -71,6 +72,33 @@ def read_documents(sources: Sequence[str]) -> list[Document]:
       " files are empty; give another path or glob"
     )
   return documents
+
+
+def describe(documents: Sequence[Document]) -> dict[str, str]:
+  """Returns a checksum of each document by its name, to be kept with a run."""
+  return {
+    document.name: hashlib.blake2b(document.content, digest_size=16).hexdigest()
+    for document in documents
+  }
+
+
+def find_changes(
+  documents: Sequence[Document], described: Mapping[str, str]
+) -> list[str]:
+  """Returns what changed since `describe`, as "NAME is changed|missing|new"."""
+  now = describe(documents)
+  return [
+    f"{name} is "
+    + (
+      "missing"
+      if name not in now
+      else "new"
+      if name not in described
+      else "changed"
+    )
+    for name in sorted({*now, *described})
+    if now.get(name) != described.get(name)
+  ]
 
 
 def _find_files(source: str) -> Iterator[tuple[str, Path]]:

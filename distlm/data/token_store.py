@@ -50,19 +50,23 @@ class TokenStore:
 
 
 def open_token_store(
-  config: DataConfig, tokenizer: Tokenizer | None = None
+  config: DataConfig,
+  tokenizer: Tokenizer | None = None,
+  documents: Sequence[Document] | None = None,
 ) -> TokenStore:
   """Returns the tokens of `config.source`, tokenizing them if not yet cached.
 
   Args:
     config: names the text, the tokenizer and the directory of the cache.
     tokenizer: the one saved with a run; None makes `config.tokenizer` anew.
+    documents: of `config.source`, where they have been read already.
 
   Raises:
     UsageError: if the text cannot be read, does not suit the tokenizer, or the
       cache cannot be written.
   """
-  documents = read_documents(config.source)
+  if documents is None:
+    documents = read_documents(config.source)
   if tokenizer is None:
     tokenizer = make_tokenizer(config.tokenizer, documents)
   fingerprint = _fingerprint(documents, tokenizer)
