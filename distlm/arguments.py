@@ -28,18 +28,34 @@ class Parser(argparse.ArgumentParser):
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the flags that say what to run, where, and on which devices."""
+  add_job_arguments(parser)
+  parser.add_argument(
+    "--workdir",
+    required=True,
+    type=_not_empty,
+    help="the directory of the run",
+  )
+  parser.add_argument(
+    "--signal-exit-code",
+    action="store_true",
+    help="end with 128 + the signal, such as 143 of SIGTERM, instead of 0, when"
+    " a signal stopped the training",
+  )
+  for name, text in (
+    ("jaxline_disable_pmap_jit", "run op by op, to look at it in a debugger"),
+    ("jaxline_post_mortem", "enter the debugger after an exception"),
+  ):
+    parser.add_argument(f"--{name}", action="store_true", help=text)
+
+
+def add_job_arguments(parser: argparse.ArgumentParser) -> None:
+  """Adds the flags of the config, the devices and the processes."""
   parser.epilog = (
     "Any setting of the config file: --config.KEY=VALUE, such as"
     " --config.model.num_layers=6"
   )
   parser.add_argument(
     "--config", required=True, help="a Python file with get_config()"
-  )
-  parser.add_argument(
-    "--workdir",
-    required=True,
-    type=_not_empty,
-    help="the directory of the run",
   )
   parser.add_argument(
     "--devices",
@@ -65,11 +81,16 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     help="which of them this one is, from 0",
   )
 
-  for name, text in (
-    ("jaxline_disable_pmap_jit", "run op by op, to look at it in a debugger"),
-    ("jaxline_post_mortem", "enter the debugger after an exception"),
-  ):
-    parser.add_argument(f"--{name}", action="store_true", help=text)
+
+def exit_as_asked(args: argparse.Namespace, stopped_by: int) -> None:
+  """Ends the process if `--signal-exit-code` asks to, after a saved stop.
+
+  Args:
+    args: with the flags of `add_run_arguments`.
+    stopped_by: the number of the signal, or 0.
+  """
+  if stopped_by and args.signal_exit_code:
+    sys.exit(128 + stopped_by)
 
 
 def _not_empty(text: str) -> str:

@@ -2,16 +2,16 @@
 
 A series ("latest", "best") is a directory with one directory per saved step.
 Orbax makes a step visible only when it is whole, so that a killed save leaves
-nothing that could be taken for a checkpoint. Arrays are stored by Orbax without
-the replica axis, so that any number of devices can restore them; the rest is
-JSON. Nothing is ever unpickled.
+nothing that could be taken for a checkpoint; checksums show what happened to it
+later. Arrays are stored by Orbax without the replica axis, so that any number
+of devices can restore them; the rest is JSON. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
-import time
 import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,14 +21,9 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from distlm import parallel, snapshot
+from distlm import checksums, parallel, snapshot
 from distlm.errors import RunError, UsageError
-
-# Orbax writes it last: without it, a directory is what a crash left, of a save
-# or of a deletion.
-_COMMIT_FILE = "commit_success.txt"
-# Counts the best models: the last is the best, whatever its step.
-_SERIAL = "serial"
+from distlm.series import SERIAL, Series
 
 
 class ExperimentState(types.SimpleNamespace):
@@ -61,6 +56,7 @@ class DiskCheckpointer:
     self._settings = settings
     self._states: dict[str, ExperimentState] = {}
     self._managers: dict[str, ocp.CheckpointManager] = {}
+    self._series: dict[str, Series] = {}
 
   def get_experiment_state(self, ckpt_series: str) -> ExperimentState:
     """Returns the state that `save` writes and `restore` sets."""
@@ -70,17 +66,53 @@ class DiskCheckpointer:
     """Starts to write the state of a series; a step on disk stays as it is.
 
     It returns when the state has been copied to the host.
+
+    Raises:
+      RunError: if the state has a value that is not finite, or this save or
+        the one before could not be written.
     """
     state = self.get_experiment_state(ckpt_series)
-    manager = self._manager(ckpt_series, create=True)
     step = int(state.global_step)
-    # Before the next copy, so that only one is in memory; also raises the
-    # error of a save that failed.
-    manager.wait_until_finished()
-    if step in self._whole_steps(ckpt_series):
-      return
-    self._make_room(ckpt_series, step)
-    arrays, attributes = snapshot.take(state.experiment_module)
+    with self._writing(ckpt_series):
+      manager = self._manager(ckpt_series, create=True)
+      # Before the next copy, so that only one is in memory; also raises the
+      # error of a save that failed.
+      manager.wait_until_finished()
+      series = self.series(ckpt_series)
+      if step in series.steps():
+        return
+      series.set_aside(step, "incomplete")
+      manager.reload()
+      arrays, metadata = self._take(state)
+      metrics = None
+      if ckpt_series == "best":
+        metrics = {
+          SERIAL: 1 + max(map(series.serial, series.steps()), default=-1)
+        }
+      manager.save(
+        step,
+        args=ocp.args.Composite(
+          arrays=ocp.args.StandardSave(arrays),
+          metadata=ocp.args.JsonSave(metadata),
+        ),
+        metrics=metrics,
+        force=True,  # A better model may be of an earlier step.
+      )
+
+  def _take(
+    self, state: ExperimentState
+  ) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns what Orbax and what JSON stores of a state."""
+    module = state.experiment_module
+    arrays, attributes = snapshot.take(module)
+    name = snapshot.find_nonfinite(
+      {name: arrays.get(name) for name in module.CHECKPOINT_ATTRS.values()}
+    )
+    if name:
+      raise RunError(
+        f"checkpoint of step {state.global_step}: {name} is not finite, so it"
+        " is not saved; the checkpoints before it stay as they are"
+      )
     if getattr(state, "train_step_rng", None) is not None:
       arrays["train_step_rng"] = parallel.fetch(state.train_step_rng)
     scalars = {
@@ -88,58 +120,47 @@ class DiskCheckpointer:
       for key, value in vars(state).items()
       if key not in ("experiment_module", "train_step_rng")
     }
-    metrics = None
-    if ckpt_series == "best":
-      newest = self.latest_step("best")
-      metrics = {
-        _SERIAL: 0 if newest is None else 1 + self._best_serial(newest)
-      }
-    manager.save(
-      step,
-      args=ocp.args.Composite(
-        arrays=ocp.args.StandardSave(arrays),
-        metadata=ocp.args.JsonSave(
-          {
-            "state": scalars,
-            "attributes": attributes,
-            "config": self._settings,
-          }
-        ),
-      ),
-      metrics=metrics,
-      force=True,  # A better model may be of an earlier step.
-    )
+    return arrays, {
+      "state": scalars,
+      "attributes": attributes,
+      "config": self._settings,
+    }
+
+  @contextlib.contextmanager
+  def _writing(self, ckpt_series: str) -> Iterator[None]:
+    """Makes one line of what a full or failing disk raises."""
+    try:
+      yield
+    except (OSError, ValueError) as error:  # ValueError is TensorStore's.
+      if isinstance(error, UsageError):
+        raise
+      # What is in flight in it has failed; the next save begins anew.
+      with contextlib.suppress(OSError, ValueError):
+        self._managers.pop(ckpt_series).close()
+      message = " ".join(str(error).split())[:300]
+      raise RunError(
+        f"{self._directory / ckpt_series}: a checkpoint could not be written"
+        f" ({message}); those before it are whole: make room or mend the disk,"
+        " then the same command goes on from the newest"
+      ) from error
 
   def restore(self, ckpt_series: str) -> None:
-    """Sets the state of a series from its newest checkpoint.
+    """Sets the state of a series from its newest intact checkpoint.
 
     Raises:
       UsageError: if arrays of the checkpoint have other names or shapes than
         those of the experiment.
-      RunError: if it cannot be read.
+      RunError: if none can be read.
     """
-    step = self.latest_step(ckpt_series)
+    step = self.series(ckpt_series).newest_intact()
     try:
-      with self._reading(ckpt_series, step):
+      with _reading(self.series(ckpt_series).path(step)):
         self._restore_step(ckpt_series, step)
     except RunError:
-      if self.latest_step(ckpt_series) == step:
+      if self.series(ckpt_series).newest() == step:
         raise
       # The process that trains has replaced it meanwhile.
       self.restore(ckpt_series)
-
-  @contextlib.contextmanager
-  def _reading(self, ckpt_series: str, step: int | None) -> Iterator[None]:
-    try:
-      yield
-    except UsageError:
-      raise
-    except (OSError, ValueError, KeyError) as error:
-      raise RunError(
-        f"checkpoint {self._directory / ckpt_series / f'{step}'}: it cannot be"
-        f" read ({type(error).__name__}: {str(error)[:200]}); move it away to"
-        " go on from the one before"
-      ) from error
 
   def _restore_step(self, ckpt_series: str, step: int | None) -> None:
     state = self.get_experiment_state(ckpt_series)
@@ -170,17 +191,16 @@ class DiskCheckpointer:
     for key, value in restored["metadata"]["state"].items():
       setattr(state, key, value)
 
-  def latest_step(self, ckpt_series: str) -> int | None:
-    """Returns the step of the newest whole checkpoint, or None."""
-    steps = self._whole_steps(ckpt_series)
-    if ckpt_series == "best":
-      return max(steps, key=self._best_serial, default=None)
-    return max(steps, default=None)
+  def series(self, ckpt_series: str) -> Series:
+    """Returns the directories of "latest" or "best"."""
+    return self._series.setdefault(
+      ckpt_series, Series(self._directory / ckpt_series)
+    )
 
   def read_scalars(self, ckpt_series: str) -> dict[str, Any]:
     """Returns `global_step` and the like of the newest whole checkpoint."""
-    step = self.latest_step(ckpt_series)
-    with self._reading(ckpt_series, step):
+    step = self.series(ckpt_series).newest()
+    with _reading(self.series(ckpt_series).path(step)):
       restored = self._manager(ckpt_series).restore(
         step, args=ocp.args.Composite(metadata=ocp.args.JsonRestore())
       )
@@ -188,43 +208,25 @@ class DiskCheckpointer:
 
   def restore_path(self, ckpt_series: str) -> str | None:
     """Returns where the newest whole checkpoint is, or None."""
-    step = self.latest_step(ckpt_series)
-    return (
-      None if step is None else str(self._directory / ckpt_series / f"{step}")
-    )
+    series = self.series(ckpt_series)
+    step = series.newest()
+    return None if step is None else str(series.path(step))
 
   def can_be_restored(self, ckpt_series: str) -> bool:
     """Returns whether the series has a whole checkpoint."""
-    return self.latest_step(ckpt_series) is not None
+    return self.series(ckpt_series).newest() is not None
 
   def wait_for_checkpointing_to_finish(self) -> None:
     """Waits until all saves are on disk, and raises the error of a save."""
-    for manager in self._managers.values():
-      manager.wait_until_finished()
+    for ckpt_series, manager in [*self._managers.items()]:
+      with self._writing(ckpt_series):
+        manager.wait_until_finished()
 
   def close(self) -> None:
     """Waits as above and releases the threads of Orbax."""
+    self.wait_for_checkpointing_to_finish()
     while self._managers:
       self._managers.popitem()[1].close()
-
-  def _whole_steps(self, ckpt_series: str) -> list[int]:
-    manager = self._manager(ckpt_series)
-    manager.reload()  # Another process may have written since.
-    return [
-      step
-      for step in manager.all_steps()
-      if (self._directory / ckpt_series / f"{step}" / _COMMIT_FILE).exists()
-    ]
-
-  def _best_serial(self, step: int) -> int:
-    return int(self._manager("best").metrics(step)[_SERIAL])
-
-  def _make_room(self, ckpt_series: str, step: int) -> None:
-    """Renames what a crash left in the place of a new checkpoint."""
-    path = self._directory / ckpt_series / f"{step}"
-    if path.exists():
-      path.rename(path.with_name(f"{step}.incomplete-{time.time_ns()}"))
-      self._manager(ckpt_series).reload()
 
   def _manager(
     self, ckpt_series: str, create: bool = False
@@ -239,7 +241,12 @@ class DiskCheckpointer:
       options = ocp.CheckpointManagerOptions(
         create=False,
         max_to_keep=1 if ckpt_series == "best" else self._keep,
-        best_fn=operator.itemgetter(_SERIAL) if ckpt_series == "best" else None,
+        best_fn=operator.itemgetter(SERIAL) if ckpt_series == "best" else None,
+        async_options=ocp.options.AsyncOptions(
+          post_finalization_callback=functools.partial(
+            _write_checksums_of_saves, directory
+          )
+        ),
         multiprocessing_options=ocp.options.MultiprocessingOptions(
           primary_host=process,
           active_processes={process},
@@ -256,3 +263,55 @@ class DiskCheckpointer:
         },
       )
     return self._managers[ckpt_series]
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+  """Makes one line of what an unreadable checkpoint raises."""
+  try:
+    yield
+  except UsageError:
+    raise
+  except (OSError, ValueError, KeyError) as error:
+    raise RunError(
+      f"checkpoint {path}: it cannot be read ({type(error).__name__}:"
+      f" {str(error)[:200]}); move it away to go on from the one before"
+    ) from error
+
+
+def _write_checksums_of_saves(directory: Path) -> None:
+  """Is called by Orbax when a save is complete, before it gets its name."""
+  for path in directory.glob("*.orbax-checkpoint-tmp*"):
+    checksums.write_checksums(path)
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+  """Reads one checkpoint, without the experiment that it is of.
+
+  Args:
+    path: the directory of a step.
+
+  Returns:
+    The arrays, without the replica axis, as nested dictionaries and lists of
+    NumPy arrays (tuples have become lists); and `state`, `attributes` and
+    `config`, of JSON types.
+
+  Raises:
+    RunError: if it cannot be read.
+  """
+  with (
+    _reading(path),
+    ocp.Checkpointer(
+      ocp.CompositeCheckpointHandler(
+        arrays=ocp.StandardCheckpointHandler(),
+        metadata=ocp.JsonCheckpointHandler(),
+      )
+    ) as checkpointer,
+  ):
+    restored = checkpointer.restore(
+      path.absolute(),
+      args=ocp.args.Composite(
+        arrays=ocp.args.StandardRestore(), metadata=ocp.args.JsonRestore()
+      ),
+    )
+    return restored["arrays"], restored["metadata"]

@@ -11,6 +11,11 @@ from typing import TextIO
 from tqdm import tqdm
 
 
+def warn(line: str) -> None:
+  """Shows what the user should know although the command goes on."""
+  print(f"warning: {line}", file=sys.stderr, flush=True)
+
+
 class Console:
   """Shows a run on a stream: a live bar on a terminal, plain lines elsewhere.
 

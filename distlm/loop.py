@@ -8,13 +8,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import os
-import signal
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import jax
@@ -28,10 +24,13 @@ from distlm import parallel
 from distlm.checkpoint import DiskCheckpointer
 from distlm.console import Console
 from distlm.errors import RunError
-from distlm.settings import ProfileConfig
+from distlm.saving import PeriodicSaving, Saver
+from distlm.settings import ProfileConfig, ReplicaCheckConfig
+from distlm.stop import StopRequest
 from distlm.writers import RunWriter
 
 _NO_PROFILE = ProfileConfig()
+_NO_REPLICA_CHECK = ReplicaCheckConfig(interval=0)
 
 ExperimentFactory = Callable[..., AbstractExperiment]
 
@@ -49,6 +48,8 @@ class Job:
     evaluation_interval: steps between evaluations in the mode "train_eval",
       besides the one at the end; 0 for that one alone.
     profile: what to trace.
+    replica_check: of the experiment's `CHECKPOINT_ATTRS`.
+    on_save_error: "abort", or "continue" until the next save.
   """
 
   experiment_class: ExperimentFactory
@@ -57,12 +58,14 @@ class Job:
   settings: Mapping[str, Any]
   evaluation_interval: int = 0
   profile: ProfileConfig = _NO_PROFILE
+  replica_check: ReplicaCheckConfig = _NO_REPLICA_CHECK
+  on_save_error: str = "abort"
 
 
 def adapted(
   experiment_class: ExperimentFactory,
   stop: StopRequest,
-  checkpointer: DiskCheckpointer,
+  saver: Saver,
   save_interval: float,
 ) -> ExperimentFactory:
   """Makes experiments that stop when asked to, and save after they wrote."""
@@ -84,10 +87,11 @@ def adapted(
     def train_loop_with_saves(
       config: Any, state: Any, actions: Sequence[Any], writer: Any = None
     ) -> None:
-      saving = _Saving(config, actions, checkpointer, save_interval)
+      saving = PeriodicSaving(config, actions, saver, save_interval)
       saving.update_time(time.time(), state.global_step)
       try:
         train_loop(config, state, (*actions, saving), writer)
+        saver.settle(state.global_step)  # JAXline saves next.
       finally:  # The rows before an error are those that explain it.
         saving.wait_for_writes()
 
@@ -97,84 +101,6 @@ def adapted(
     return experiment
 
   return make
-
-
-class _Saving(jaxline.utils.PeriodicAction):
-  """Saves, in place of JAXline's own action, when all else of a step is done.
-
-  JAXline saves before the thread that writes the step's scalars has ended. A
-  run killed between the two would resume after a step whose row is missing.
-  """
-
-  def __init__(
-    self,
-    config: config_dict.ConfigDict,
-    actions: Sequence[Any],
-    checkpointer: DiskCheckpointer,
-    interval: float,
-  ) -> None:
-    self._writing = [
-      action
-      for action in actions
-      if isinstance(action, jaxline.utils.PeriodicAction)
-    ]
-
-    def save(step: int, scalars: Mapping[str, Any]) -> None:
-      del step, scalars
-      self.wait_for_writes()
-      checkpointer.save("latest")
-
-    super().__init__(
-      # 0 means, as in JAXline, only at the end.
-      save if interval and parallel.process_index() == 0 else lambda *_: None,
-      interval_type=config.checkpoint_interval_type or config.interval_type,
-      interval=interval or math.inf,
-      logging_growth_ratios=config.periodic_action_growth_ratios,
-      run_async=False,
-    )
-
-  def wait_for_writes(self) -> None:
-    """Waits for the actions that run in threads."""
-    for action in self._writing:
-      action.wait_to_finish()
-
-
-class StopRequest:
-  """Turns a first SIGTERM or Ctrl-C into a request to stop after the step.
-
-  JAXline then leaves its loop and saves. A second signal ends the process at
-  once; what is on disk is whole at any time.
-
-  With several processes SIGTERM belongs to JAX's preemption service, by which
-  they agree on one step; a Ctrl-C is turned into it.
-  """
-
-  def __init__(self) -> None:
-    self.is_requested = False
-    self._previous: dict[int, Any] = {}
-
-  def __enter__(self) -> StopRequest:
-    numbers = [signal.SIGINT]
-    if parallel.process_count() == 1:
-      numbers.append(signal.SIGTERM)
-    # Python lets only the main thread handle signals.
-    if threading.current_thread() is threading.main_thread():
-      for number in numbers:
-        self._previous[number] = signal.signal(number, self._handle)
-    return self
-
-  def __exit__(self, *error: object) -> None:
-    for number, handler in self._previous.items():
-      signal.signal(number, handler)
-
-  def _handle(self, number: int, frame: FrameType | None) -> None:
-    del frame
-    if self.is_requested:
-      os._exit(128 + number)
-    self.is_requested = True
-    os.write(2, b"\nstopping after this step; again to leave at once\n")
-    if parallel.process_count() > 1:
-      os.kill(os.getpid(), signal.SIGTERM)
 
 
 class _Action:
@@ -234,10 +160,12 @@ class Evaluation(_Action):
     self,
     job: Job,
     checkpointer: DiskCheckpointer,
+    saver: Saver,
     writers: RunWriter | None,
   ) -> None:
     self._job = job
     self._checkpointer = checkpointer
+    self._saver = saver
     self._writer = None if writers is None else writers.for_split("eval")
     self._state = checkpointer.get_experiment_state("latest")
     self._experiment: AbstractExperiment | None = None
@@ -263,7 +191,7 @@ class Evaluation(_Action):
     interval = self._job.evaluation_interval
     is_due = interval and step % interval == 0
     if is_due or step == self._job.config.training_steps:
-      call_if_defined(self._state, "pause")
+      self._saver.settle(step)
       self._evaluate(step)
 
   def _evaluate(self, step: int) -> None:
@@ -303,8 +231,7 @@ class Evaluation(_Action):
       best_state.best_eval_metric_value = value
       best_state.best_model_eval_metric = metric
       self._state.experiment_module.on_new_best_model(best_state)
-      if self._writer is not None:  # On process 0.
-        self._checkpointer.save("best")
+      self._saver.save("best", step)
       self._best = {"global_step": step, "best_eval_metric_value": value}
 
 

@@ -6,13 +6,15 @@ the devices of this process; a sharded value has different rows there.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import jaxline.utils
 import numpy as np
 from jax.experimental import multihost_utils
@@ -34,12 +36,15 @@ _POOL_THREADS_PER_DEVICE = 8
 # Beyond it, fake devices wait for ever in their first collective.
 _MAX_FAKE_DEVICES = 256
 
+_limit: int | None = None  # See `first_devices`.
+
 
 def start(
   num_devices: int | None = None,
   coordinator: str | None = None,
   num_processes: int | None = None,
   process_id: int | None = None,
+  num_fake_devices: int = 1,
 ) -> None:
   """Makes the devices of this process and joins it to its job.
 
@@ -47,19 +52,20 @@ def start(
 
   Args:
     num_devices: the number of fake CPU devices to make or, on a machine with
-      accelerators, the number of them to use. None: one CPU device, or all
+      accelerators, the number of them to use. None: `num_fake_devices`, or all
       accelerators.
     coordinator: host:port on which process 0 listens, for a job of several
       processes.
     num_processes: the number of processes of the job.
     process_id: this one's, from 0.
+    num_fake_devices: see `num_devices`.
 
   Raises:
     UsageError: if there are not so many devices, or a number does not fit.
   """
   if num_devices is not None and num_devices < 1:
     raise UsageError(f"--devices={num_devices}: it must be 1 or more")
-  _set_device_count(num_devices)
+  _set_device_count(num_devices, num_fake_devices)
   if (coordinator, num_processes, process_id) != (None, None, None):
     if coordinator is None or num_processes is None or process_id is None:
       raise UsageError(
@@ -97,14 +103,14 @@ def start(
     )
 
 
-def _set_device_count(num_devices: int | None) -> None:
-  threads = max(
-    _MIN_POOL_THREADS, _POOL_THREADS_PER_DEVICE * (num_devices or 1)
-  )
+def _set_device_count(num_devices: int | None, num_fake_devices: int) -> None:
+  num_cpu_devices = num_devices or num_fake_devices
+  threads = max(_MIN_POOL_THREADS, _POOL_THREADS_PER_DEVICE * num_cpu_devices)
   os.environ.setdefault("NPROC", str(threads))
+  if num_cpu_devices > 1:
+    jax.config.update("jax_num_cpu_devices", num_cpu_devices)
   if num_devices is None:
     return
-  jax.config.update("jax_num_cpu_devices", num_devices)
   # All are ignored by a backend that is not there.
   first = ",".join(str(i) for i in range(num_devices))
   jax.config.update("jax_cuda_visible_devices", first)
@@ -124,7 +130,25 @@ def process_count() -> int:
 
 def local_device_count() -> int:
   """Returns R, the number of devices of this process."""
-  return jax.local_device_count()
+  return len(_devices())
+
+
+def _devices() -> list[jax.Device]:
+  return jax.local_devices()[:_limit]
+
+
+@contextlib.contextmanager
+def first_devices(num_devices: int) -> Iterator[None]:
+  """Makes the functions of this module use only the first devices.
+
+  It is for a job of one process, and does not reach what JAXline pmaps.
+  """
+  global _limit
+  previous, _limit = _limit, num_devices
+  try:
+    yield
+  finally:
+    _limit = previous
 
 
 def device_kind() -> str:
@@ -143,11 +167,23 @@ def should_stop(step: int, stop_requested: bool) -> bool:
   return stop_requested
 
 
+def agree(number: int) -> int:
+  """Returns the number that process 0 has; all processes must call it."""
+  if jax.process_count() == 1:
+    return number
+  return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+
+
 def pmap(
   fn: Callable[..., Any], donate_argnums: int | Sequence[int] = ()
 ) -> Callable[..., Any]:
   """Runs `fn` on each device, over the leading axis R of its arguments."""
-  return jax.pmap(fn, axis_name=AXIS, donate_argnums=donate_argnums)
+  return jax.pmap(
+    fn,
+    axis_name=AXIS,
+    donate_argnums=donate_argnums,
+    devices=None if _limit is None else _devices(),
+  )
 
 
 def psum(tree: T, axis_name: str | None) -> T:
@@ -155,9 +191,53 @@ def psum(tree: T, axis_name: str | None) -> T:
   return tree if axis_name is None else jax.lax.psum(tree, axis_name)
 
 
-@functools.lru_cache(maxsize=1)
+def all_gather(tree: T) -> T:
+  """Gathers the values of all devices of all processes: [...] to [N, ...]."""
+  return jax.lax.all_gather(tree, AXIS)
+
+
+def broadcast(tree: T, source: int) -> T:
+  """Replaces every replica by that of one device, bit for bit.
+
+  Args:
+    tree: [R, ...] arrays, which are donated.
+    source: the number of the device among those of all processes, in their
+      order.
+  """
+
+  def of_source(leaf: jax.Array) -> jax.Array:
+    # Sums of integers with zeros keep the bits; those of floats lose -0.
+    bits = as_words(leaf)
+    is_source = jax.lax.axis_index(AXIS) == source
+    bits = jax.lax.psum(jnp.where(is_source, bits, jnp.zeros_like(bits)), AXIS)
+    return _from_words(bits, leaf.dtype)
+
+  return pmap(lambda tree: jax.tree.map(of_source, tree), 0)(tree)
+
+
+def as_words(leaf: jax.Array) -> jax.Array:
+  """Returns the bits of an array, as uint32."""
+  if leaf.dtype.kind == "b":
+    return leaf.astype(jnp.uint32)
+  width = min(leaf.dtype.itemsize, 4)
+  words = jax.lax.bitcast_convert_type(leaf, f"uint{8 * width}")
+  return words.astype(jnp.uint32)
+
+
+def _from_words(words: jax.Array, dtype: Any) -> jax.Array:
+  if dtype.kind == "b":
+    return words.astype(bool)
+  width = min(dtype.itemsize, 4)
+  return jax.lax.bitcast_convert_type(words.astype(f"uint{8 * width}"), dtype)
+
+
 def _local_sharding() -> NamedSharding:
-  mesh = Mesh(np.array(jax.local_devices()), (AXIS,))
+  return _sharding(local_device_count())
+
+
+@functools.cache
+def _sharding(num_devices: int) -> NamedSharding:
+  mesh = Mesh(np.array(jax.local_devices()[:num_devices]), (AXIS,))
   return NamedSharding(mesh, PartitionSpec(AXIS))
 
 
@@ -167,7 +247,7 @@ def replicate(tree: T) -> T:
   CPU devices may share the memory of a NumPy array, which must not be written
   to afterwards.
   """
-  devices = jax.local_devices()
+  devices = _devices()
 
   def put(x: Any) -> jax.Array:
     row = (x if isinstance(x, jax.Array) else np.asarray(x))[None]
@@ -220,6 +300,18 @@ def fetch(tree: T) -> T:
     return np.array(x[0])
 
   return jax.tree.map(get, tree)
+
+
+def rows(tree: T) -> list[T]:
+  """Copies the rows of all devices of this process to the host: [R, ...].
+
+  Returns:
+    R trees of NumPy arrays [...].
+  """
+  host = jax.tree.map(np.asarray, tree)
+  return [
+    jax.tree.map(lambda x, r=r: x[r], host) for r in range(local_device_count())
+  ]
 
 
 def repair_jaxline() -> None:

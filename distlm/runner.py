@@ -12,8 +12,8 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import logging
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +23,6 @@ from typing import Any, NoReturn
 import jaxline.train
 import jaxline.utils
 from absl import flags
-from absl import logging as absl_logging
 from jaxline import base_config
 from ml_collections import config_dict
 
@@ -32,9 +31,14 @@ from distlm import workdir as workdirs
 from distlm.checkpoint import DiskCheckpointer
 from distlm.config import apply_overrides, load_config_file
 from distlm.console import Console
-from distlm.errors import UsageError
+from distlm.errors import RunError, UsageError, disk_errors_in_one_line
+from distlm.logfile import logging_to_file
 from distlm.loop import ExperimentFactory, Job
 from distlm.profiling import TraceWindow
+from distlm.replicas import ReplicaCheck
+from distlm.saving import Saver
+from distlm.settings import ReplicaCheckConfig
+from distlm.stop import StopRequest
 from distlm.workdir import check_mode
 from distlm.writers import RunWriter
 
@@ -49,8 +53,9 @@ def main(
       if __name__ == "__main__":
         runner.main(MyExperiment)
 
-  The config file gives what `jaxline.base_config` has, and may set
-  `config.evaluation_interval`, in steps, for the mode "train_eval".
+  The config file gives what `jaxline.base_config` has. It may set
+  `config.evaluation_interval`, for the mode "train_eval", and
+  `config.replica_check_interval`, both in steps; see `Job`.
 
   Args:
     experiment_class: any JAXline experiment.
@@ -85,9 +90,12 @@ def main(
         config,
         Path(args.workdir),
         settings,
-        config.get("evaluation_interval", 0),
+        evaluation_interval=config.get("evaluation_interval", 0),
+        replica_check=ReplicaCheckConfig(
+          config.get("replica_check_interval", 0)
+        ),
       )
-      run(job, args.jaxline_mode)
+      arguments.exit_as_asked(args, run(job, args.jaxline_mode))
 
   arguments.run_command(command)
 
@@ -107,20 +115,25 @@ def claim(
   return contextlib.nullcontext()
 
 
-def run(job: Job, mode: str) -> None:
+def run(job: Job, mode: str) -> int:
   """Trains, evaluates, or both.
 
-  An experiment may have three methods that JAXline does not know of:
-  `summary_rows()`, (name, value) pairs shown at the start, `pause()`, called
-  before what is not training, and `close()`, called at the end.
+  An experiment may have four methods that JAXline does not know of:
+  `summary_rows()` and `closing_rows()`, (name, value) pairs shown at the start
+  and the end; `pause()`, called before what is not training, which raises what
+  went wrong in the steps so far; and `close()`, called at the end.
 
   Args:
     job: what to run.
     mode: "train"; "eval", which evaluates each new checkpoint of the workdir;
       or "train_eval", which evaluates during training and at its end.
 
+  Returns:
+    The number of the signal that stopped the training, or 0.
+
   Raises:
     UsageError: for an input that cannot work.
+    RunError: for a failure with a known cause, such as a full disk.
   """
   _check_jaxline_settings(job.config)
   parallel.repair_jaxline()
@@ -131,12 +144,13 @@ def run(job: Job, mode: str) -> None:
     job.config.max_checkpoints_to_keep,
     job.settings,
   )
+  work = _evaluate if mode == "eval" else _train
   with (
-    _logging_to_file(job.workdir, mode),
+    disk_errors_in_one_line(str(job.workdir)),
+    logging_to_file(job.workdir, mode),
     contextlib.closing(checkpointer),
   ):
-    work = _evaluate if mode == "eval" else _train
-    jaxline.utils.debugger_fallback(work)(job, checkpointer, mode)
+    return int(jaxline.utils.debugger_fallback(work)(job, checkpointer, mode))
 
 
 def _check_jaxline_settings(config: config_dict.ConfigDict) -> None:
@@ -151,9 +165,15 @@ def _check_jaxline_settings(config: config_dict.ConfigDict) -> None:
       raise UsageError(
         f"config.{key}interval_type={value!r}: it must be steps or secs"
       )
+  saves_by = config.checkpoint_interval_type or config.interval_type
+  if saves_by == "secs" and parallel.process_count() > 1:
+    raise UsageError(
+      "config.interval_type=secs: the clocks of several processes differ, so"
+      " that they would not save together; set it to steps"
+    )
 
 
-def _evaluate(job: Job, checkpointer: DiskCheckpointer, mode: str) -> None:
+def _evaluate(job: Job, checkpointer: DiskCheckpointer, mode: str) -> int:
   console = Console()
   config = config_dict.ConfigDict(job.config)
   where = job.workdir / "checkpoints"
@@ -177,22 +197,25 @@ def _evaluate(job: Job, checkpointer: DiskCheckpointer, mode: str) -> None:
       writer and writer.for_split("eval"),
       jaxline_mode=mode,
     )
+  return 0
 
 
-def _train(job: Job, checkpointer: DiskCheckpointer, mode: str) -> None:
+def _train(job: Job, checkpointer: DiskCheckpointer, mode: str) -> int:
   start_time = time.monotonic()
   resume_step = _find_start(job, checkpointer)
   state = checkpointer.get_experiment_state("latest")
   config = config_dict.ConfigDict(job.config)
   config.save_checkpoint_interval = 0  # See _Saving.
   with contextlib.ExitStack() as stack:
-    stop = stack.enter_context(loop.StopRequest())
+    stop = stack.enter_context(StopRequest())
     console = stack.enter_context(contextlib.closing(Console()))
     writer = stack.enter_context(_open_writer(job, console, resume_step, mode))
     stack.callback(loop.call_if_defined, state, "close")
-    actions: list[Any] = [loop.StartSummary(job, state, console)]
+    check = ReplicaCheck(state, **dataclasses.asdict(job.replica_check))
+    saver = _make_saver(job, checkpointer, check)
+    actions: list[Any] = [loop.StartSummary(job, state, console), check]
     if mode == "train_eval":
-      actions.append(loop.Evaluation(job, checkpointer, writer))
+      actions.append(loop.Evaluation(job, checkpointer, saver, writer))
     if parallel.process_index() == 0:
       trace = TraceWindow(
         job.workdir / "profile",
@@ -206,7 +229,7 @@ def _train(job: Job, checkpointer: DiskCheckpointer, mode: str) -> None:
       loop.adapted(
         job.experiment_class,
         stop,
-        checkpointer,
+        saver,
         job.config.save_checkpoint_interval,
       ),
       config,
@@ -216,18 +239,53 @@ def _train(job: Job, checkpointer: DiskCheckpointer, mode: str) -> None:
     )
     if writer is not None:
       writer.raise_if_failed()
-      is_stopped = state.global_step < config.training_steps
-      rows = _closing_rows(job, state.global_step, loop.read_best(checkpointer))
+      rows = _closing_rows(job, state, loop.read_best(checkpointer))
       secs = time.monotonic() - start_time
       console.finish(
-        "stopped" if is_stopped else "finished",
+        "finished" if _is_over(job, state) else "stopped",
         [*rows, ("wall time", f"{secs:.1f} s")],
       )
+  if not stop.signal and parallel.process_count() > 1:
+    # It may have come to another process.
+    return 0 if _is_over(job, state) else signal.SIGTERM
+  return stop.signal
+
+
+def _make_saver(
+  job: Job, checkpointer: DiskCheckpointer, check: ReplicaCheck
+) -> Saver:
+  state = checkpointer.get_experiment_state("latest")
+
+  def settle_last_step(step: int) -> None:
+    del step
+    loop.call_if_defined(state, "pause")
+
+  return Saver(
+    checkpointer, [settle_last_step, check.check_now], job.on_save_error
+  )
+
+
+def _is_over(job: Job, state: Any) -> bool:
+  return bool(state.global_step >= job.config.training_steps)
 
 
 def _find_start(job: Job, checkpointer: DiskCheckpointer) -> int | None:
-  """Returns the step of the checkpoint that training goes on from."""
-  step = checkpointer.latest_step("latest")
+  """Returns the step of the checkpoint that training goes on from.
+
+  Process 0 looks which are intact, and the others go by what it found.
+  """
+  latest = checkpointer.series("latest")
+  if parallel.process_index() == 0:
+    checkpointer.series("best").newest_intact(True, may_start_anew=True)
+    latest.newest_intact(set_aside=True)
+  step = latest.newest()
+  of_process_0 = parallel.agree(-1 if step is None else step)
+  if of_process_0 != (-1 if step is None else step):
+    raise RunError(
+      f"--workdir={job.workdir}: process {parallel.process_index()} sees a"
+      f" checkpoint of step {step}, process 0 of step {of_process_0}; give a"
+      " directory on a file system that all processes share"
+    )
   if step is not None and step > job.config.training_steps:
     raise UsageError(
       f"training_steps={job.config.training_steps}: the run in"
@@ -254,13 +312,12 @@ def _open_writer(
 
 
 def _closing_rows(
-  job: Job, step: int, best: Mapping[str, Any]
+  job: Job, state: Any, best: Mapping[str, Any]
 ) -> list[tuple[str, str]]:
-  total = job.config.training_steps
-  done = f"{step:,} of {total:,}"
-  if step < total:
+  done = f"{state.global_step:,} of {job.config.training_steps:,}"
+  if not _is_over(job, state):
     done += "; saved, the same command goes on from here"
-  rows = [("steps", done)]
+  rows = [("steps", done), *(loop.call_if_defined(state, "closing_rows") or [])]
   if best:
     rows.append(
       (
@@ -276,27 +333,3 @@ def _closing_rows(
       f"tensorboard --logdir {shlex.quote(str(job.workdir / 'tensorboard'))}",
     ),
   ]
-
-
-@contextlib.contextmanager
-def _logging_to_file(workdir: Path, mode: str) -> Iterator[None]:
-  """Sends JAXline's and Orbax's log to a file, not between the user's lines."""
-  process = parallel.process_index()
-  suffix = f".{process}" if process else ""
-  # Process 0, which makes it, may come later.
-  workdir.mkdir(parents=True, exist_ok=True)
-  handler = logging.FileHandler(workdir / f"{mode}{suffix}.log")
-  handler.setFormatter(
-    logging.Formatter("%(asctime)s %(levelname)s %(filename)s %(message)s")
-  )
-  logger = absl_logging.get_absl_logger()
-  previous = logger.level, logger.propagate
-  logger.addHandler(handler)
-  logger.setLevel(logging.INFO)
-  logger.propagate = False
-  try:
-    yield
-  finally:
-    logger.level, logger.propagate = previous
-    logger.removeHandler(handler)
-    handler.close()

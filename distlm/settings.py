@@ -154,6 +154,25 @@ class CheckpointConfig:
 
   interval: int = _setting(200, _POSITIVE, is_mutable=True)
   keep: int = _setting(3, _POSITIVE, is_mutable=True)
+  # What a save that cannot be written does to the run, before its end.
+  on_error: str = _setting(
+    "abort", _one_of("abort", "continue"), is_mutable=True
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplicaCheckConfig:
+  """How often all replicas are compared, and what a difference leads to."""
+
+  interval: int = _setting(100, _NOT_NEGATIVE, is_mutable=True)  # 0: never
+  policy: str = _setting("abort", _one_of("abort", "repair"), is_mutable=True)
+
+  def __post_init__(self) -> None:
+    if self.policy == "repair" and not self.interval:
+      raise UsageError(
+        "replica_check.policy=repair: it has no effect with"
+        " replica_check.interval=0; set an interval, in steps"
+      )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,8 +204,13 @@ class RunConfig:
   optimizer: OptimizerConfig = OptimizerConfig()
   evaluation: EvaluationConfig = EvaluationConfig()
   checkpoint: CheckpointConfig = CheckpointConfig()
+  replica_check: ReplicaCheckConfig = ReplicaCheckConfig()
   profile: ProfileConfig = ProfileConfig()
   accumulation_steps: int = _setting(1, _POSITIVE)
+  # What an update whose loss or gradient is not finite does to the run.
+  nonfinite: str = _setting("abort", _one_of("abort", "skip"), is_mutable=True)
+  # Skips in a row that are too many; None: 10.
+  nonfinite_limit: int | None = _setting(None, _POSITIVE, is_mutable=True)
   precision: str = _setting("f32", _one_of("f32"))
 
   training_steps: int = _setting(1000, _POSITIVE, is_mutable=True)
@@ -208,6 +232,11 @@ class RunConfig:
       raise UsageError(
         f"optimizer.warmup_steps={warmup}: it must not exceed"
         f" training_steps={steps}"
+      )
+    if self.nonfinite_limit is not None and self.nonfinite != "skip":
+      raise UsageError(
+        f"nonfinite_limit={self.nonfinite_limit}: it has no effect with"
+        f" nonfinite={self.nonfinite}; set it to None, or nonfinite=skip"
       )
     profile = self.profile
     is_profiling = profile.num_steps or profile.device_memory

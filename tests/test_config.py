@@ -185,7 +185,7 @@ def test_a_section_is_not_a_setting() -> None:
   message = _error_of(("checkpoint", "3"))
   assert message == (
     "--config.checkpoint=3: checkpoint is a section; set one of its keys:"
-    " checkpoint.interval, checkpoint.keep"
+    " checkpoint.interval, checkpoint.keep, checkpoint.on_error"
   )
 
 

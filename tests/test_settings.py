@@ -61,10 +61,15 @@ OTHER_VALUES: dict[str, tuple[str, Any]] = {
   "evaluation.batches": ("7", 7),
   "checkpoint.interval": ("9", 9),
   "checkpoint.keep": ("1", 1),
+  "checkpoint.on_error": ("continue", "continue"),
+  "replica_check.interval": ("7", 7),
+  "replica_check.policy": ("repair", "repair"),
   "profile.start_step": ("5", 5),
   "profile.num_steps": ("2", 2),
   "profile.device_memory": ("True", True),
   "accumulation_steps": ("2", 2),
+  "nonfinite": ("skip", "skip"),
+  "nonfinite_limit": ("3", 3),
   "training_steps": ("500", 500),
   "random_seed": ("0", 0),
   "random_mode_train": ("same_host_same_device", "same_host_same_device"),
@@ -79,12 +84,15 @@ OTHER_VALUES: dict[str, tuple[str, Any]] = {
 NEEDED = {
   "optimizer.momentum": [("optimizer.name", "sgd")],
   "profile.start_step": [("profile.num_steps", "1")],
+  "nonfinite_limit": [("nonfinite", "skip")],
 }
 ONLY_ONE_VALUE = {"precision"}
 MUTABLE = {
   *("data.prefetch_batches", "data.cache_dir"),
   "evaluation.interval",
-  *("checkpoint.interval", "checkpoint.keep"),
+  *("checkpoint.interval", "checkpoint.keep", "checkpoint.on_error"),
+  *("replica_check.interval", "replica_check.policy"),
+  *("nonfinite", "nonfinite_limit"),
   *("profile.start_step", "profile.num_steps", "profile.device_memory"),
   *("training_steps", "interval_type", "log_train_data_interval", "log_async"),
   *("save_initial_train_checkpoint", "eval_initial_weights"),
@@ -141,6 +149,7 @@ NUMBERS = [
   for key, value in _leaves(RunConfig())
   if type(value) in (int, float)
   or key.rpartition(".")[2] in sum(OPTIMIZER_SETTINGS.values(), ())
+  or key == "nonfinite_limit"
 ]
 
 
@@ -195,6 +204,11 @@ def test_a_setting_that_the_optimizer_does_not_read(
       {"optimizer.schedule": "constant", "optimizer.end_learning_rate": "1"},
       "optimizer.end_learning_rate=1.0: it has no effect",
     ),
+    (
+      {"replica_check.policy": "repair", "replica_check.interval": "0"},
+      "replica_check.policy=repair: it has no effect",
+    ),
+    ({"nonfinite_limit": "3"}, "nonfinite_limit=3: it has no effect"),
     ({"profile.start_step": "3"}, "profile.start_step=3: it has no effect"),
     (
       {"profile.start_step": "990", "profile.num_steps": "11"},

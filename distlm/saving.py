@@ -1,0 +1,98 @@
+"""When and how a run saves: settled, in turn, and with a policy for errors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jaxline.utils
+from ml_collections import config_dict
+
+from distlm import parallel
+from distlm.checkpoint import DiskCheckpointer
+from distlm.console import warn
+from distlm.errors import RunError
+
+
+class Saver:
+  """Saves what has been looked at: nothing that went wrong reaches the disk."""
+
+  def __init__(
+    self,
+    checkpointer: DiskCheckpointer,
+    checks: Sequence[Callable[[int], None]],
+    on_error: str,
+  ) -> None:
+    """Saves nothing yet.
+
+    Args:
+      checkpointer: of the run.
+      checks: called by all processes with the step, before a save; they raise
+        what went wrong in the steps so far.
+      on_error: what a save that cannot be written does: "abort" raises it,
+        "continue" warns, and the next save tries again.
+    """
+    self._checkpointer = checkpointer
+    self._checks = checks
+    self._on_error = on_error
+
+  def settle(self, step: int) -> None:
+    """Raises what went wrong in the steps so far; on all processes."""
+    for check in self._checks:
+      check(step)
+
+  def save(self, ckpt_series: str, step: int) -> None:
+    """Saves a series; to be called by all processes, process 0 writes.
+
+    Raises:
+      RunError: if something is wrong, or it cannot be written.
+    """
+    self.settle(step)
+    if parallel.process_index() != 0:
+      return
+    try:
+      self._checkpointer.save(ckpt_series)
+    except RunError as error:
+      if self._on_error == "abort":
+        raise
+      warn(f"{error}; training goes on, and the next save tries again")
+
+
+class PeriodicSaving(jaxline.utils.PeriodicAction):
+  """Saves, in place of JAXline's own action, when all else of a step is done.
+
+  JAXline saves before the thread that writes the step's scalars has ended. A
+  run killed between the two would resume after a step whose row is missing.
+  """
+
+  def __init__(
+    self,
+    config: config_dict.ConfigDict,
+    actions: Sequence[Any],
+    saver: Saver,
+    interval: float,
+  ) -> None:
+    self._writing = [
+      action
+      for action in actions
+      if isinstance(action, jaxline.utils.PeriodicAction)
+    ]
+
+    def save(step: int, scalars: Mapping[str, Any]) -> None:
+      del scalars
+      self.wait_for_writes()
+      saver.save("latest", step)
+
+    super().__init__(
+      save,
+      interval_type=config.checkpoint_interval_type or config.interval_type,
+      interval=interval or math.inf,  # 0 means, as in JAXline, at the end.
+      logging_growth_ratios=config.periodic_action_growth_ratios,
+      run_async=False,
+    )
+
+  def wait_for_writes(self) -> None:
+    """Waits for the actions that run in threads."""
+    for action in self._writing:
+      action.wait_to_finish()
