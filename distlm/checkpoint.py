@@ -140,8 +140,8 @@ class DiskCheckpointer:
       message = " ".join(str(error).split())[:300]
       raise RunError(
         f"{self._directory / ckpt_series}: a checkpoint could not be written"
-        f" ({message}); those before it are whole: make room or mend the disk,"
-        " then the same command goes on from the newest"
+        f" ({message}); those before it are whole: mend what is named, such as"
+        " a full disk, then the same command goes on from the newest"
       ) from error
 
   def restore(self, ckpt_series: str) -> None:
@@ -155,20 +155,33 @@ class DiskCheckpointer:
     step = self.series(ckpt_series).newest_intact()
     try:
       with _reading(self.series(ckpt_series).path(step)):
-        self._restore_step(ckpt_series, step)
+        arrays, metadata = self._read(ckpt_series, step)
     except RunError:
       if self.series(ckpt_series).newest() == step:
         raise
       # The process that trains has replaced it meanwhile.
       self.restore(ckpt_series)
-
-  def _restore_step(self, ckpt_series: str, step: int | None) -> None:
+      return
     state = self.get_experiment_state(ckpt_series)
+    rng = arrays.pop("train_step_rng", None)
+    if rng is not None and getattr(state, "train_step_rng", None) is not None:
+      state.train_step_rng = parallel.replicate(rng)
+    attributes = snapshot.with_tuples(
+      metadata["attributes"], state.experiment_module
+    )
+    state.experiment_module.restore_from_snapshot({**arrays, **attributes})
+    for key, value in metadata["state"].items():
+      setattr(state, key, value)
+
+  def _read(
+    self, ckpt_series: str, step: int | None
+  ) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns arrays, in the structure of the experiment's, and JSON."""
     manager = self._manager(ckpt_series)
     template = snapshot.make_template(
       manager.item_metadata(step)["arrays"].tree,
-      state.experiment_module,
-      f"checkpoint {self.restore_path(ckpt_series)}",
+      self.get_experiment_state(ckpt_series).experiment_module,
+      f"checkpoint {self.series(ckpt_series).path(step)}",
     )
     restored = manager.restore(
       step,
@@ -177,19 +190,7 @@ class DiskCheckpointer:
         metadata=ocp.args.JsonRestore(),
       ),
     )
-    rng = restored["arrays"].pop("train_step_rng", None)
-    if rng is not None and getattr(state, "train_step_rng", None) is not None:
-      state.train_step_rng = parallel.replicate(rng)
-    state.experiment_module.restore_from_snapshot(
-      {
-        **restored["arrays"],
-        **snapshot.with_tuples(
-          restored["metadata"]["attributes"], state.experiment_module
-        ),
-      }
-    )
-    for key, value in restored["metadata"]["state"].items():
-      setattr(state, key, value)
+    return restored["arrays"], dict(restored["metadata"])
 
   def series(self, ckpt_series: str) -> Series:
     """Returns the directories of "latest" or "best"."""
@@ -272,7 +273,7 @@ def _reading(path: Path) -> Iterator[None]:
     yield
   except UsageError:
     raise
-  except (OSError, ValueError, KeyError) as error:
+  except Exception as error:  # Odd files make Orbax raise anything.
     raise RunError(
       f"checkpoint {path}: it cannot be read ({type(error).__name__}:"
       f" {str(error)[:200]}); move it away to go on from the one before"

@@ -41,7 +41,7 @@ def find_damage(directory: Path) -> str:
       return f"{CHECKSUMS_FILE} holds no checksums"
   except FileNotFoundError:
     return f"{CHECKSUMS_FILE} is missing"
-  except (OSError, ValueError) as error:
+  except (OSError, ValueError, RecursionError) as error:
     return f"{CHECKSUMS_FILE} cannot be read ({error})"
   present = dict(_files(directory))
   for name, checksum in sorted(checksums.items()):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import distlm
-from distlm import arguments
+from distlm import arguments, inspection
 from distlm.errors import UsageError
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ def _run(argv: Sequence[str]) -> None:
   args = _make_parser().parse_args(others)
   if args.command == "verify":
     _verify(args, overrides)
+  elif args.command == "checkpoint":
+    inspection.run(args)
   else:
     _run_language_model(args, overrides)
 
@@ -73,6 +75,13 @@ def _make_parser() -> argparse.ArgumentParser:
   arguments.add_job_arguments(verify)
   verify.add_argument(
     "--steps", type=int, default=4, help="updates on each layout"
+  )
+  inspection.add_arguments(
+    commands.add_parser(
+      "checkpoint",
+      allow_abbrev=False,
+      help="list, verify, inspect and compare the checkpoints of a workdir",
+    )
   )
   return parser
 

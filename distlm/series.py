@@ -12,7 +12,7 @@ from distlm.errors import RunError
 
 # Orbax writes it last: without it, a directory is what a crash left, of a save
 # or of a deletion.
-_COMMIT_FILE = "commit_success.txt"
+COMMIT_FILE = "commit_success.txt"
 # Counts the best models: the last is the best, whatever its step.
 SERIAL = "serial"
 _METRICS_FILE = "metrics/metrics"
@@ -43,8 +43,9 @@ class Series:
     steps = [
       int(path.name)
       for path in self.directory.glob("*")
-      if path.name.isdigit()
-      and (path / _COMMIT_FILE).exists()
+      if path.name.isdecimal()
+      and path.name == f"{int(path.name)}"  # Not, for example, 007.
+      and (path / COMMIT_FILE).exists()
       and _identity(path) not in self._damaged
     ]
     return sorted(steps, key=lambda step: (self.serial(step), step))
