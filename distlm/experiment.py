@@ -16,7 +16,7 @@ from distlm.console import warn
 from distlm.data.loader import Layout, Loader
 from distlm.data.prefetch import Prefetcher
 from distlm.data.token_store import TokenStore, open_token_store
-from distlm.errors import RunError, UsageError
+from distlm.errors import UsageError
 from distlm.losses import lm_loss_fn
 from distlm.model.transformer import build_forward_fn
 from distlm.optimizer import make_optimizer, make_schedule
@@ -69,7 +69,14 @@ def make_updater(config: RunConfig, forward: Any) -> GradientUpdater:
     loss_fn=functools.partial(lm_loss_fn, forward.apply),
     optimizer=make_optimizer(config.optimizer, schedule),
     schedule=schedule,
+    max_skips_in_row=_max_skips_in_row(config),
   )
+
+
+def _max_skips_in_row(config: RunConfig) -> int:
+  if config.nonfinite == "abort":
+    return 0
+  return config.nonfinite_limit or _MAX_SKIPS_IN_ROW
 
 
 class LanguageModelExperiment(AbstractExperiment):
@@ -305,20 +312,16 @@ class LanguageModelExperiment(AbstractExperiment):
       return
     self._rate.update(update.scalars["tokens"].item())
     in_row = update.scalars["skipped_in_row"].item()
-    is_applied = not in_row and math.isfinite(
-      update.scalars["param_norm"].item()
-    )
-    if is_applied:
+    # Finite gradients may still bring parameters to overflow.
+    if not in_row and math.isfinite(update.scalars["param_norm"].item()):
       return
-    limit = self._config.nonfinite_limit or _MAX_SKIPS_IN_ROW
-    if in_row and self._config.nonfinite == "skip" and in_row <= limit:
+    if 0 < in_row <= _max_skips_in_row(self._config):
       if parallel.process_index() == 0:
         warn(
           f"step {update.step}: the loss or gradient is not finite, so the"
           f" update is skipped ({in_row} in a row)"
         )
       return
-    # Its parameters are those that it began with, if it was not applied.
     cause = nonfinite.find_cause(
       self._forward,
       self._gradient,
@@ -326,12 +329,7 @@ class LanguageModelExperiment(AbstractExperiment):
       update.batch,
       update.keys,
     )
-    many = f", the {in_row}. such step in a row" if in_row > 1 else ""
-    raise RunError(
-      f"step {update.step}: {cause} is not finite{many}; the update was not"
-      " applied and nothing of it saved: lower optimizer.learning_rate, mend"
-      " the data, or go on past such steps with nonfinite=skip"
-    )
+    raise nonfinite.error(update.step, cause, in_row)
 
 
 class _InFlight(NamedTuple):

@@ -67,8 +67,18 @@ def adapted(
   stop: StopRequest,
   saver: Saver,
   save_interval: float,
+  last_actions: Sequence[Any],
 ) -> ExperimentFactory:
-  """Makes experiments that stop when asked to, and save after they wrote."""
+  """Makes experiments that stop when asked to, and save after they wrote.
+
+  Args:
+    experiment_class: what to adapt.
+    stop: whether it was asked to.
+    saver: saves "latest", after all else of a step.
+    save_interval: between two saves; 0: only at the end.
+    last_actions: come after JAXline's own, which write the step's row: it
+      explains what they may raise.
+  """
 
   # JAXline looks at the signature, which `wraps` keeps.
   @functools.wraps(experiment_class, updated=())
@@ -88,9 +98,11 @@ def adapted(
       config: Any, state: Any, actions: Sequence[Any], writer: Any = None
     ) -> None:
       saving = PeriodicSaving(config, actions, saver, save_interval)
-      saving.update_time(time.time(), state.global_step)
+      late_actions = (*last_actions, saving)
+      for action in late_actions:
+        action.update_time(time.time(), state.global_step)
       try:
-        train_loop(config, state, (*actions, saving), writer)
+        train_loop(config, state, (*actions, *late_actions), writer)
         saver.settle(state.global_step)  # JAXline saves next.
       finally:  # The rows before an error are those that explain it.
         saving.wait_for_writes()

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from distlm import parallel, snapshot
+from distlm.errors import RunError
 from distlm.model.transformer import find_nonfinite_scope
 from distlm.types import Array, Batch, Params
 
@@ -48,6 +49,22 @@ def find_cause(
   of_gradient = f"the gradient of {names[0]}" if names else "the loss"
   of_activation = _find_activation(forward, params, batch, keys)
   return f"{of_activation}, and {of_gradient}" if of_activation else of_gradient
+
+
+def error(step: int, cause: str, num_in_row: int) -> RunError:
+  """Returns what ends a run.
+
+  Args:
+    step: the update.
+    cause: what `find_cause` returned.
+    num_in_row: how many updates had such a cause, one after the other.
+  """
+  many = f", as in {num_in_row} steps in a row" if num_in_row > 1 else ""
+  return RunError(
+    f"step {step}: {cause} is not finite{many}; nothing of it is saved: lower"
+    " optimizer.learning_rate, mend the data, or go on past such steps with"
+    " nonfinite=skip"
+  )
 
 
 def _find_activation(

@@ -83,7 +83,12 @@ def start(
         f"--coordinator={coordinator}: it must be HOST:PORT, the same for all"
         " processes"
       )
-    jax.distributed.initialize(coordinator, num_processes, process_id)
+    jax.distributed.initialize(
+      coordinator,
+      num_processes,
+      process_id,
+      coordinator_bind_address=_bind_address(coordinator),
+    )
   try:
     found = jax.local_device_count()
   except RuntimeError as error:
@@ -116,6 +121,17 @@ def _set_device_count(num_devices: int | None, num_fake_devices: int) -> None:
   jax.config.update("jax_cuda_visible_devices", first)
   jax.config.update("jax_rocm_visible_devices", first)
   os.environ.setdefault("TPU_VISIBLE_CHIPS", first)
+
+
+def _bind_address(coordinator: str) -> str | None:
+  """Returns where process 0 listens; None leaves it to JAX: everywhere.
+
+  A job of one machine is nobody else's business.
+  """
+  host, _, port = coordinator.rpartition(":")
+  if host == "localhost" or host.startswith("127."):
+    return f"127.0.0.1:{port}"
+  return coordinator if host == "[::1]" else None
 
 
 def process_index() -> int:

@@ -213,16 +213,12 @@ def _train(job: Job, checkpointer: DiskCheckpointer, mode: str) -> int:
     stack.callback(loop.call_if_defined, state, "close")
     check = ReplicaCheck(state, **dataclasses.asdict(job.replica_check))
     saver = _make_saver(job, checkpointer, check)
-    actions: list[Any] = [loop.StartSummary(job, state, console), check]
+    actions: list[Any] = [loop.StartSummary(job, state, console)]
+    last_actions: list[Any] = [check]
     if mode == "train_eval":
-      actions.append(loop.Evaluation(job, checkpointer, saver, writer))
+      last_actions.append(loop.Evaluation(job, checkpointer, saver, writer))
     if parallel.process_index() == 0:
-      trace = TraceWindow(
-        job.workdir / "profile",
-        **dataclasses.asdict(job.profile),
-        print_line=console.print_line,
-      )
-      actions.append(stack.enter_context(trace))
+      actions.append(stack.enter_context(_make_trace(job, console)))
     # JAXline fails on the None that turns its rows off, if it has a writer.
     has_rows = config.log_train_data_interval is not None
     jaxline.train.train(
@@ -231,6 +227,7 @@ def _train(job: Job, checkpointer: DiskCheckpointer, mode: str) -> int:
         stop,
         saver,
         job.config.save_checkpoint_interval,
+        last_actions,
       ),
       config,
       checkpointer,
@@ -249,6 +246,14 @@ def _train(job: Job, checkpointer: DiskCheckpointer, mode: str) -> int:
     # It may have come to another process.
     return 0 if _is_over(job, state) else signal.SIGTERM
   return stop.signal
+
+
+def _make_trace(job: Job, console: Console) -> TraceWindow:
+  return TraceWindow(
+    job.workdir / "profile",
+    **dataclasses.asdict(job.profile),
+    print_line=console.print_line,
+  )
 
 
 def _make_saver(

@@ -32,6 +32,8 @@ class GradientUpdater:
     loss_fn: the sums of a batch [B, T].
     optimizer: the Optax chain, clipping included.
     schedule: the learning rate by step, to report it.
+    max_skips_in_row: so many updates that are not finite may follow each
+      other; after one more no update is applied, and the run should end.
     axis_name: the axis of the devices, or None.
   """
 
@@ -39,6 +41,7 @@ class GradientUpdater:
   loss_fn: LossFn
   optimizer: optax.GradientTransformation
   schedule: optax.Schedule
+  max_skips_in_row: int = 0
   axis_name: str | None = parallel.AXIS
 
   def init(self, key: Array) -> TrainState:
@@ -89,24 +92,27 @@ class GradientUpdater:
     num_tokens = jnp.maximum(sums.num_tokens, 1).astype(jnp.float32)
     loss, grad_norm = sums.loss / num_tokens, optax.tree.norm(grads)
     is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    # Else what went wrong could not be looked at any more: the next update is
+    # on its way when the host hears of it.
+    is_applied = is_finite & (state.num_skipped_in_row <= self.max_skips_in_row)
     updates, opt_state = self.optimizer.update(
       grads, state.opt_state, state.params
     )
     # A select, not a branch: it costs nothing, as it is fused into the update.
     params, opt_state = jax.tree.map(
-      lambda new, old: jnp.where(is_finite, new, old),
+      lambda new, old: jnp.where(is_applied, new, old),
       (optax.apply_updates(state.params, updates), opt_state),
       (state.params, state.opt_state),
     )
-    num_skipped = state.num_skipped + ~is_finite
-    in_row = jnp.where(is_finite, 0, state.num_skipped_in_row + 1)
+    num_skipped = state.num_skipped + ~is_applied
+    in_row = jnp.where(is_applied, 0, state.num_skipped_in_row + 1)
     # The optimizer counts the updates that were applied.
     learning_rate = self.schedule(state.step - state.num_skipped)
     scalars = {
       "loss": loss,
       "accuracy": sums.num_correct / num_tokens,
       "grad_norm": grad_norm,
-      "update_norm": optax.tree.norm(updates),
+      "update_norm": jnp.where(is_applied, optax.tree.norm(updates), 0.0),
       "param_norm": optax.tree.norm(params),
       "learning_rate": jnp.asarray(learning_rate, jnp.float32),
       "tokens": sums.num_tokens,

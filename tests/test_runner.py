@@ -171,7 +171,7 @@ def test_other_kinds_of_experiment(
   [
     ("train", FAIL_IN_STEP, "the toy step fails", 7),
     ("train_eval", FAIL_IN_STEP, "the toy step fails", 7),
-    ("train_eval", FAIL_IN_EVALUATION, "the toy evaluation fails", 9),
+    ("train_eval", FAIL_IN_EVALUATION, "the toy evaluation fails", 10),
   ],
 )
 def test_a_failure_ends_the_job_with_its_traceback(
