@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 
 # XLA's thread pool must exceed the devices by far; see distlm/parallel.py. The
 # tests' own child processes inherit it.
 os.environ["NPROC"] = "64"
 os.environ["JAX_PLATFORMS"] = "cpu"
+
+# The same small programs run in many tests and processes: each is compiled
+# once. tests/test_resume.py shows that those of a cache give the same bits.
+_compiled = tempfile.mkdtemp(prefix="distlm-compiled-")
+atexit.register(shutil.rmtree, _compiled, ignore_errors=True)
+os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 
 import chex
 

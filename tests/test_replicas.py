@@ -105,7 +105,8 @@ def test_repair_gives_all_devices_the_bits_of_the_majority(
 ) -> None:
   tree = _tree(dtype)
   if dtype in ("float32", "bfloat16", "float16"):
-    tree["b"] = tree["b"].at[0].set(jnp.array([-0.0, jnp.nan, jnp.inf, 0, 1]))
+    special = jnp.array([-0.0, jnp.nan, jnp.inf, 0, 1]).astype(dtype)
+    tree["b"] = tree["b"].at[0].set(special)
   before = jax.tree.map(lambda x: np.asarray(x).tobytes(), tree)
   replicated = parallel.replicate(tree)
   replicated["b"] = flipped_run.flip(replicated["b"], device, bit=0)

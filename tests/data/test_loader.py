@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import subprocess
 import sys
@@ -255,20 +256,58 @@ def test_evaluation_bytes_of_long_characters(
 
 @pytest.mark.parametrize("num_tokens", [250, 253, 258])
 @pytest.mark.parametrize("size", [1, 12])
-def test_tokens_before_counts_the_targets(
+def test_the_ledger_counts_what_the_batches_hold(
   make_loader: MakeLoader, num_tokens: int, size: int
 ) -> None:
   loader = make_loader(num_tokens, global_batch_size=size)
-  total = 0
+  seen: collections.Counter[tuple[int, ...]] = collections.Counter()
+  places = 0
   for step in range(70):
-    assert loader.ledger(step).tokens_seen == total
-    total += int(loader.global_batch(step).mask.sum())
+    tokens = sum(len(row) * count for row, count in seen.items())
+    repeated = sum(len(row) * (count - 1) for row, count in seen.items())
+    assert loader.ledger(step)[:3] == (tokens, places - tokens, repeated)
+    batch = loader.global_batch(step)
+    places += batch.mask.size
+    seen.update(_rows(iter([batch])))
 
 
-def test_epoch_at(make_loader: MakeLoader) -> None:
+def test_the_epoch_of_the_ledger(make_loader: MakeLoader) -> None:
   loader = make_loader()
   assert [loader.ledger(step).epoch for step in (0, 7, 14)] == [0.0, 3.0, 6.0]
   assert loader.ledger(1).epoch == 12 / 28
+
+
+@pytest.mark.parametrize("num_tokens", [250, 253])
+@pytest.mark.parametrize(
+  ("processes", "devices", "parts"),
+  [
+    *((1, devices, parts) for devices in (1, 2, 4) for parts in (1, 3)),
+    *((2, 2, 1), (2, 1, 3), (4, 1, 1), (3, 2, 2)),
+  ],
+)
+def test_three_epochs_have_each_sequence_three_times_on_every_layout(
+  make_loader: MakeLoader,
+  num_tokens: int,
+  processes: int,
+  devices: int,
+  parts: int,
+) -> None:
+  loaders = [
+    make_loader(num_tokens, layout=Layout(i, processes, devices, parts))
+    for i in range(processes)
+  ]
+  num_sequences = -(-loaders[0].tokens_per_epoch // 8)
+  rows: list[tuple[int, ...]] = []
+  for step in range(-(-3 * num_sequences // 12)):
+    for loader in loaders:
+      batch = loader.process_batch(step)
+      assert batch.mask.shape[:2] == (devices, parts)
+      flat = Batch(*(np.reshape(x, (-1, x.shape[-1])) for x in batch))
+      rows += _rows(iter([flat]))
+  for epoch in range(3):
+    of_epoch = rows[epoch * num_sequences : (epoch + 1) * num_sequences]
+    assert len(set(of_epoch)) == num_sequences
+    assert sum(map(len, of_epoch)) == loaders[0].tokens_per_epoch
 
 
 @pytest.mark.parametrize(
