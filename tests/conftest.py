@@ -19,7 +19,7 @@ atexit.register(shutil.rmtree, _compiled, ignore_errors=True)
 os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 
-import chex
+import chex  # noqa: E402 - it fixes what is set above.
 
 # Before the first use of JAX, which fixes the number of devices.
 chex.set_n_cpu_devices(8)

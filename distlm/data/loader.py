@@ -319,6 +319,9 @@ class Loader:
   def _evaluation_indices(self, index: int) -> NDArray[np.int64]:
     if not 0 <= index < self.num_evaluation_batches:
       raise IndexError(f"there are only {self.num_evaluation_batches} batches")
+    return self._validation_indices(index)
+
+  def _validation_indices(self, index: int) -> NDArray[np.int64]:
     indices = np.arange(self._batch_size) + index * self._batch_size
     return np.where(indices < self._validation.num_sequences, indices, -1)
 

@@ -139,8 +139,9 @@ def check_data(config: RunConfig, store: TokenStore) -> tuple[str, str]:
   num_steps = -(-num_sequences // size)
   order = np.concatenate([loader.sequences(i) for i in range(num_steps)])
   times = np.bincount(order[:num_sequences], minlength=num_sequences)
-  wrong = np.flatnonzero(times != 1)
-  if wrong.size:
+  # First what is missing: where one is, another may come in its place.
+  wrong = [*np.flatnonzero(times == 0), *np.flatnonzero(times > 1)]
+  if wrong:
     return "", (
       f"sequence {wrong[0]} comes {times[wrong[0]]} times in the first epoch"
     )

@@ -26,8 +26,10 @@ from distlm.verify.runs import Outcome, Step
 # What rounding may make of a value, relative to it.
 TOLERANCE = 1e-5
 _EVALUATION_BATCHES = 4
-# So large, and clipped so much, that a wrong gradient shows at once.
-_LEARNING_RATE, _CLIP_NORM = 1.0, 0.1
+# So large, and clipped so much, that a wrong gradient shows at once. Without
+# clipping it would blow up rounding.
+_CLIP_NORM = 0.1
+_LEARNING_RATE, _UNCLIPPED_LEARNING_RATE = 1.0, 0.03
 _HEADER = ("layout", "loss", "grad norm", "params", "difference", "verdict")
 _WIDTHS = (24, 11, 11, 10, 12, 8)
 
@@ -146,19 +148,22 @@ def _plain(
   config: RunConfig, layouts: list[Layout], num_steps: int
 ) -> RunConfig:
   """Returns settings with which all layouts must compute the same."""
-  sizes = [x.num_devices * runs.MOST_ACCUMULATION_STEPS for x in layouts]
+  # At least two, so that one of them can be empty.
+  counts = [2, *(layout.num_devices for layout in layouts)]
+  size = runs.MOST_ACCUMULATION_STEPS * math.lcm(*counts)
+  is_clipped = config.optimizer.clip_norm > 0
   return dataclasses.replace(
     config,
     model=dataclasses.replace(config.model, dropout_rate=0.0),
     data=dataclasses.replace(
-      config.data, global_batch_size=parallel.process_count() * math.lcm(*sizes)
+      config.data, global_batch_size=parallel.process_count() * size
     ),
     optimizer=OptimizerConfig(
       name="sgd",
-      learning_rate=_LEARNING_RATE,
+      learning_rate=_LEARNING_RATE if is_clipped else _UNCLIPPED_LEARNING_RATE,
       schedule="constant",
       warmup_steps=0,
-      clip_norm=_CLIP_NORM if config.optimizer.clip_norm else 0.0,
+      clip_norm=_CLIP_NORM if is_clipped else 0.0,
     ),
     evaluation=EvaluationConfig(batches=_EVALUATION_BATCHES),
     profile=ProfileConfig(),
@@ -180,14 +185,19 @@ def compare(outcome: Outcome, reference: Outcome) -> tuple[float, str]:
     worst = max(worst, *errors.values())
     wrong = [name for name in errors if not errors[name] <= TOLERANCE]
     if wrong:
-      parameter = next((x for x in wrong if x not in Step._fields), "none")
+      parameters = [name for name in wrong if name not in Step._fields]
+      first = (
+        f"the first parameter that differs is {parameters[0]}"
+        if parameters
+        else ("no parameter differs yet, which clipping may hide")
+      )
       problems.append(
-        f"step {number} differs by {errors[wrong[0]]:.1e} in {wrong[0]}; the"
-        f" first parameter that differs is {parameter}"
+        f"step {number} differs by {errors[wrong[0]]:.1e} in {wrong[0]};"
+        f" {first}"
       )
     if outcome.unequal_at == number:
       problems.append(f"replicas differ from each other after step {number}")
-  error = abs(outcome.evaluation_loss / reference.evaluation_loss - 1)
+  error = _error(outcome.evaluation_loss, reference.evaluation_loss)
   worst = max(worst, error)
   counts = outcome.evaluation_tokens, reference.evaluation_tokens
   if not error <= TOLERANCE or counts[0] != counts[1]:
@@ -201,7 +211,7 @@ def compare(outcome: Outcome, reference: Outcome) -> tuple[float, str]:
 def _errors(step: Step, wanted: Step) -> dict[str, float]:
   """Returns relative differences by name, those of parameters by norm."""
   errors = {
-    name: abs(getattr(step, name) / getattr(wanted, name) - 1)
+    name: _error(getattr(step, name), getattr(wanted, name))
     for name in ("loss", "grad_norm", "tokens")
   }
   for (path, leaf), of_wanted in zip(
@@ -213,3 +223,7 @@ def _errors(step: Step, wanted: Step) -> dict[str, float]:
     distance = np.linalg.norm(np.ravel(leaf - of_wanted))
     errors[snapshot.dotted(path)] = float(distance / size)
   return errors
+
+
+def _error(value: float, wanted: float) -> float:
+  return 0.0 if value == wanted else abs(value - wanted) / (abs(wanted) or 1.0)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import NDArray
 
 from distlm import parallel, replicas
 from distlm.data import loader as loaders
@@ -50,33 +51,47 @@ class PaddedLoader(loaders.Loader):
   """Masks places so that devices and accumulation steps count unequally."""
 
   def global_batch(self, step: int) -> Batch:
-    batch = super().global_batch(step)
-    return batch._replace(mask=batch.mask & _places(step, *batch.mask.shape))
+    return self._padded(super().global_batch(step), step)
 
   def process_batch(self, step: int) -> Batch:
-    batch = super().process_batch(step)  # [R, A, B, T]
+    return self._padded(super().process_batch(step), step)
+
+  def evaluation_batch(self, index: int) -> Batch:
+    return self._padded(super().evaluation_batch(index), index)
+
+  def process_evaluation_batch(self, index: int) -> Batch:
+    return self._padded(super().process_evaluation_batch(index), index)
+
+  def _padded(self, batch: Batch, index: int) -> Batch:
+    """Masks places of [global B, T], or of this process's [R, A, B, T]."""
     *sizes, length = batch.mask.shape
-    count = self._layout.process_count
-    ours = np.split(_places(step, count * math.prod(sizes), length), count)[
-      self._layout.process_index
-    ]
+    count = self._layout.process_count if len(sizes) > 1 else 1
+    places = _places(index, count * math.prod(sizes), length)
+    ours = np.split(places, count)[self._layout.process_index % count]
     return batch._replace(mask=batch.mask & ours.reshape(batch.mask.shape))
+
+  def _validation_indices(self, index: int) -> NDArray[np.int64]:
+    # The last one is the last of the split, which need not be full.
+    if index == self.num_evaluation_batches - 1:
+      index = -(-self._validation.num_sequences // self._batch_size) - 1
+    return super()._validation_indices(index)
 
 
 def _places(step: int, num_sequences: int, length: int) -> Any:
   """Returns which places of a global batch count, [global B, T] bool.
 
-  In turns: all; some of each sequence; not those of the last device; not those
-  of the first accumulation step of each device, of the layout with most of
-  both. Only then do means of means differ from the mean.
+  In turns: some of each sequence; not those of the last device; not those of
+  the first accumulation step of each device, of the layout with most of both;
+  all. But for the last, means of means differ from the mean.
   """
   mask = np.ones((num_sequences, length), bool)
-  if step % 4 == 1:
+  if step % 4 == 0:
     sizes = np.random.default_rng(step).integers(length + 1, size=num_sequences)
     mask = np.arange(length) < sizes[:, None]
-  elif step % 4 == 2:
+    mask[0] = True  # Never none at all.
+  elif step % 4 == 1:
     mask[-MOST_ACCUMULATION_STEPS:] = False
-  elif step % 4 == 3:
+  elif step % 4 == 2:
     mask[::MOST_ACCUMULATION_STEPS] = False
   return mask
 
