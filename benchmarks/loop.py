@@ -94,7 +94,8 @@ def _measure_bare_step(text: str, num_devices: int) -> float:
   batches = loader.Loader(
     store, config.data, 0, 0, experiment.current_layout(config)
   )
-  updater = experiment.make_updater(config, store.tokenizer.vocab_size)
+  model = experiment.make_model(config, store.tokenizer.vocab_size)
+  updater = experiment.make_updater(config, model)
   update = parallel.pmap(updater.update, donate_argnums=0)
   keys = parallel.replicate(jax.random.PRNGKey(0))
   state = parallel.pmap(updater.init)(keys)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import shutil
 import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,9 +22,12 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from distlm import checksums, parallel, snapshot
-from distlm.errors import RunError, UsageError
+from distlm import checksums, disk, parallel, snapshot
+from distlm.errors import RunError, SaveError, UsageError
 from distlm.series import SERIAL, Series
+
+# What Orbax calls a save under way.
+_UNFINISHED = "*.orbax-checkpoint-tmp*"
 
 
 class ExperimentState(types.SimpleNamespace):
@@ -57,6 +61,7 @@ class DiskCheckpointer:
     self._states: dict[str, ExperimentState] = {}
     self._managers: dict[str, ocp.CheckpointManager] = {}
     self._series: dict[str, Series] = {}
+    disk.hide_late_writes()
 
   def get_experiment_state(self, ckpt_series: str) -> ExperimentState:
     """Returns the state that `save` writes and `restore` sets."""
@@ -84,6 +89,8 @@ class DiskCheckpointer:
       series.set_aside(step, "incomplete")
       manager.reload()
       arrays, metadata = self._take(state)
+      sizes = [np.asarray(leaf).nbytes for leaf in jax.tree.leaves(arrays)]
+      disk.check_room(self._directory / ckpt_series, sum(sizes))
       metrics = None
       if ckpt_series == "best":
         metrics = {
@@ -135,13 +142,17 @@ class DiskCheckpointer:
       if isinstance(error, UsageError):
         raise
       # What is in flight in it has failed; the next save begins anew.
-      with contextlib.suppress(OSError, ValueError):
-        self._managers.pop(ckpt_series).close()
-      message = " ".join(str(error).split())[:300]
-      raise RunError(
+      if manager := self._managers.pop(ckpt_series, None):
+        with contextlib.suppress(OSError, ValueError):
+          manager.close()
+      # Its room is what the rows of the run may need.
+      for path in (self._directory / ckpt_series).glob(_UNFINISHED):
+        shutil.rmtree(path, ignore_errors=True)
+      raise SaveError(
         f"{self._directory / ckpt_series}: a checkpoint could not be written"
-        f" ({message}); those before it are whole: mend what is named, such as"
-        " a full disk, then the same command goes on from the newest"
+        f" ({disk.reason(error)}); those before it are whole: mend what is"
+        " named, such as a full disk, then the same command goes on from the"
+        " newest"
       ) from error
 
   def restore(self, ckpt_series: str) -> None:
@@ -208,9 +219,9 @@ class DiskCheckpointer:
       return dict(restored["metadata"]["state"])
 
   def restore_path(self, ckpt_series: str) -> str | None:
-    """Returns where the newest whole checkpoint is, or None."""
+    """Returns where the newest intact checkpoint is, or None."""
     series = self.series(ckpt_series)
-    step = series.newest()
+    step = series.newest_intact()
     return None if step is None else str(series.path(step))
 
   def can_be_restored(self, ckpt_series: str) -> bool:
@@ -282,7 +293,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 def _write_checksums_of_saves(directory: Path) -> None:
   """Is called by Orbax when a save is complete, before it gets its name."""
-  for path in directory.glob("*.orbax-checkpoint-tmp*"):
+  for path in directory.glob(_UNFINISHED):
     checksums.write_checksums(path)
 
 

@@ -2,16 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
-from collections.abc import Iterator
-
-# What a disk does to a run, and the user can mend.
-_DISK_ERRORS = (
-  *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO),
-  *(errno.EACCES, errno.EPERM, errno.ENOENT, errno.ESTALE),
-)
-
 
 class UsageError(ValueError):
   """A setting or input that cannot work; the command exits with code 2.
@@ -28,20 +18,5 @@ class RunError(RuntimeError):
   """
 
 
-@contextlib.contextmanager
-def disk_errors_in_one_line(workdir: str) -> Iterator[None]:
-  """Makes a RunError of what a full, failing or vanished disk raises.
-
-  Args:
-    workdir: named where the error names no file.
-  """
-  try:
-    yield
-  except OSError as error:
-    if error.errno not in _DISK_ERRORS:
-      raise
-    raise RunError(
-      f"{error.filename or workdir}: {error.strerror}; what was saved is whole:"
-      " make room or mend the disk, then the same command goes on from the"
-      " newest checkpoint"
-    ) from error
+class SaveError(RunError):
+  """A checkpoint that could not be written; a later one may be."""

@@ -243,8 +243,8 @@ class Evaluation(_Action):
       best_state.best_eval_metric_value = value
       best_state.best_model_eval_metric = metric
       self._state.experiment_module.on_new_best_model(best_state)
-      self._saver.save("best", step)
-      self._best = {"global_step": step, "best_eval_metric_value": value}
+      if self._saver.save("best", step):
+        self._best = {"global_step": step, "best_eval_metric_value": value}
 
 
 def read_best(checkpointer: DiskCheckpointer) -> dict[str, Any]:

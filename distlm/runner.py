@@ -31,7 +31,8 @@ from distlm import workdir as workdirs
 from distlm.checkpoint import DiskCheckpointer
 from distlm.config import apply_overrides, load_config_file
 from distlm.console import Console
-from distlm.errors import RunError, UsageError, disk_errors_in_one_line
+from distlm.disk import disk_errors_in_one_line
+from distlm.errors import RunError, UsageError
 from distlm.logfile import logging_to_file
 from distlm.loop import ExperimentFactory, Job
 from distlm.profiling import TraceWindow

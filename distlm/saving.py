@@ -12,7 +12,7 @@ from ml_collections import config_dict
 from distlm import parallel
 from distlm.checkpoint import DiskCheckpointer
 from distlm.console import warn
-from distlm.errors import RunError
+from distlm.errors import SaveError
 
 
 class Saver:
@@ -42,21 +42,25 @@ class Saver:
     for check in self._checks:
       check(step)
 
-  def save(self, ckpt_series: str, step: int) -> None:
+  def save(self, ckpt_series: str, step: int) -> bool:
     """Saves a series; to be called by all processes, process 0 writes.
 
+    Returns:
+      Whether it could be written.
+
     Raises:
-      RunError: if something is wrong, or it cannot be written.
+      RunError: if something is wrong with the run, or the save is to end it.
     """
     self.settle(step)
-    if parallel.process_index() != 0:
-      return
     try:
-      self._checkpointer.save(ckpt_series)
-    except RunError as error:
+      if parallel.process_index() == 0:
+        self._checkpointer.save(ckpt_series)
+    except SaveError as error:
       if self._on_error == "abort":
         raise
       warn(f"{error}; training goes on, and the next save tries again")
+      return False
+    return True
 
 
 class PeriodicSaving(jaxline.utils.PeriodicAction):

@@ -17,6 +17,8 @@ COMMIT_FILE = "commit_success.txt"
 SERIAL = "serial"
 _METRICS_FILE = "metrics/metrics"
 
+_Identity = tuple[Path, int, int]
+
 
 class Series:
   """The checkpoints of "latest" or of "best", a directory for each step.
@@ -28,8 +30,9 @@ class Series:
   def __init__(self, directory: Path) -> None:
     """Makes nothing on disk."""
     self.directory = directory
-    # What `newest_intact` found, by the path and the time of its making.
-    self._damaged: set[tuple[Path, int]] = set()
+    # What `newest_intact` found.
+    self._intact: set[_Identity] = set()
+    self._damaged: set[_Identity] = set()
 
   def path(self, step: int | None) -> Path:
     """Returns the directory of a step, there or not."""
@@ -76,10 +79,15 @@ class Series:
     Raises:
       RunError: if there are checkpoints, but all are damaged.
     """
+    if not (may_start_anew or self.steps()):
+      self._check_committed()
     intact, damaged = None, {}
     for step in reversed(self.steps()):
-      damage = checksums.find_damage(self.path(step))
+      identity = _identity(self.path(step))
+      is_known = identity in self._intact
+      damage = "" if is_known else checksums.find_damage(self.path(step))
       if not damage:
+        self._intact.add(identity)
         intact = step
         break
       damaged[step] = f"checkpoint {self.path(step)}: it is damaged ({damage})"
@@ -101,14 +109,32 @@ class Series:
     """Renames what is in the place of a step, if there is; deletes nothing."""
     path = self.path(step)
     aside = path.with_name(f"{step}.{why}-{time.time_ns()}")
-    if path.exists():
+    if path.exists() or path.is_symlink():  # It may lead nowhere.
       path.rename(aside)
     return aside
 
+  def _check_committed(self) -> None:
+    """Refuses steps of which none has the mark of a whole save.
 
-def _identity(path: Path) -> tuple[Path, int]:
+    A save gets its name when it is whole, and is deleted after a later one, so
+    that no crash leaves that.
+    """
+    steps = [
+      int(path.name)
+      for path in self.directory.glob("*")
+      if path.name.isdecimal() and any(path.glob("*"))
+    ]
+    if steps:
+      raise RunError(
+        f"checkpoint {self.path(max(steps))}: {COMMIT_FILE} is missing, and no"
+        " other is intact; use another --workdir to start anew"
+      )
+
+
+def _identity(path: Path) -> _Identity:
   """Returns what tells a checkpoint from one that replaced it later."""
   try:
-    return path, path.stat().st_ino
-  except FileNotFoundError:
-    return path, 0
+    status = path.stat()
+  except OSError:
+    return path, 0, 0
+  return path, status.st_ino, status.st_ctime_ns

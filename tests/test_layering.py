@@ -33,6 +33,7 @@ ROWS = (
     "snapshot",
     "profiling",
     "checksums",
+    "disk",
   },
   {
     *("updater", "workdir", "series", "replicas", "nonfinite"),

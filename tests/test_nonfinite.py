@@ -169,6 +169,19 @@ def test_a_run_aborts_without_saving_anything_of_it(
   assert tiny_run.steps(tmp_path, "train")[-1] >= bad_step
 
 
+def test_the_last_step_is_looked_at_before_the_last_save(
+  config: Path,
+  tmp_path: Path,
+  monkeypatch: pytest.MonkeyPatch,
+  capsys: pytest.CaptureFixture[str],
+) -> None:
+  _with_bad_losses(monkeypatch, {7})
+  flags = ("--jaxline_mode=train", "--config.training_steps=7")
+  assert _train(config, tmp_path, *flags) == 1
+  assert "step 7: " in capsys.readouterr().err
+  assert tiny_run.saved_steps(tmp_path) == [5]
+
+
 def test_a_run_skips_warns_counts_and_ends(
   config: Path,
   tmp_path: Path,
