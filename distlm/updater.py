@@ -98,7 +98,7 @@ class GradientUpdater:
     updates, opt_state = self.optimizer.update(
       grads, state.opt_state, state.params
     )
-    # A select, not a branch: it costs nothing, as it is fused into the update.
+    # A select, not a branch: it is fused into the update, at hardly any cost.
     params, opt_state = jax.tree.map(
       lambda new, old: jnp.where(is_applied, new, old),
       (optax.apply_updates(state.params, updates), opt_state),
