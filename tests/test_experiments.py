@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from distlm import config, parallel
-from distlm.experiment import make_updater
+from distlm.experiment import make_model, make_updater
 from distlm.settings import RunConfig
 from distlm.types import Batch
 
@@ -39,7 +39,7 @@ def test_shakespeare_char_has_the_published_sizes() -> None:
 
 def test_gpt2_small_has_124m_parameters_and_traces_on_8_devices() -> None:
   run = _load("gpt2_small.py")
-  updater = make_updater(run, num_tokens=258)
+  updater = make_updater(run, make_model(run, num_tokens=258))
   num_devices = jax.local_device_count()
   keys = jax.ShapeDtypeStruct((num_devices, 2), jnp.uint32)
   state = jax.eval_shape(parallel.pmap(updater.init), keys)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import tiny_run
 
+from distlm import checksums
 from distlm.writers import read_metrics
 
 # In this process there are 8 devices, and 2 accumulation steps.
@@ -64,7 +65,7 @@ def test_an_evaluation_of_one_checkpoint_changes_nothing(
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing"])
-def test_a_damaged_checkpoint_is_named(
+def test_a_checkpoint_that_is_intact_but_cannot_be_read_is_named(
   config: Path,
   workdir: Path,
   damage: str,
@@ -75,6 +76,7 @@ def test_a_damaged_checkpoint_is_named(
     (newest / "metadata" / "metadata").write_text('{"state"')
   else:
     shutil.rmtree(newest / "arrays")
+  checksums.write_checksums(newest)
   assert _run("train", config, workdir) == 1
   message = _error(capsys)
   assert f"checkpoint {newest}: it cannot be read" in message

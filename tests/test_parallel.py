@@ -31,7 +31,8 @@ SECS_UNTIL_KILLED = 90
 
 def _state() -> TrainState:
   params = {"w": np.arange(6, dtype=np.float32).reshape(2, 3)}
-  return TrainState(np.int32(7), params, (optax.EmptyState(), jnp.ones([3])))
+  opt_state = (optax.EmptyState(), jnp.ones([3]))
+  return TrainState(np.int32(7), params, opt_state, np.int32(0), np.int32(0))
 
 
 def _python(code: str) -> subprocess.Popen[str]:
