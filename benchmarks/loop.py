@@ -84,7 +84,7 @@ def _measure_bare_step(text: str, num_devices: int) -> float:
   import jax
 
   from distlm import config as configs
-  from distlm import experiment
+  from distlm import experiment, language_model
   from distlm.data import loader, token_store
 
   config_dict = configs.load_config_file(CONFIG)
@@ -94,8 +94,8 @@ def _measure_bare_step(text: str, num_devices: int) -> float:
   batches = loader.Loader(
     store, config.data, 0, 0, experiment.current_layout(config)
   )
-  model = experiment.make_model(config, store.tokenizer.vocab_size)
-  updater = experiment.make_updater(config, model)
+  model = language_model.make_model(config, store.tokenizer.vocab_size)
+  updater = language_model.make_updater(config, model)
   update = parallel.pmap(updater.update, donate_argnums=0)
   keys = parallel.replicate(jax.random.PRNGKey(0))
   state = parallel.pmap(updater.init)(keys)

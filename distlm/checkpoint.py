@@ -113,7 +113,9 @@ class DiskCheckpointer:
     module = state.experiment_module
     arrays, attributes = snapshot.take(module)
     name = snapshot.find_nonfinite(
-      {name: arrays.get(name) for name in module.CHECKPOINT_ATTRS.values()}
+      {name: arrays.get(name) for name in module.CHECKPOINT_ATTRS.values()},
+      # Other experiments may hold infinities on purpose, such as a best loss.
+      may_be_infinite=not getattr(module, "CHECKPOINTS_ARE_FINITE", False),
     )
     if name:
       raise RunError(

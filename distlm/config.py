@@ -326,7 +326,7 @@ def differing_keys(
     if flat_ours.get(key) != flat_theirs.get(key)
     and not (key in _schema() and _schema()[key].is_mutable)
     # Of other experiments: JAXline's intervals and the runner's.
-    and key not in (*_REPLACED, "evaluation_interval")
+    and key not in (*_REPLACED, "evaluation_interval", "replica_check_interval")
   ]
 
 

@@ -35,8 +35,11 @@ def disk_errors_in_one_line(workdir: str) -> Iterator[None]:
   try:
     yield
   except OSError as error:
-    if error.errno not in _DISK_ERRORS:
-      raise
+    is_ours = error.filename is None or Path(
+      os.path.abspath(os.fsdecode(error.filename))
+    ).is_relative_to(os.path.abspath(workdir))
+    if error.errno not in _DISK_ERRORS or not is_ours:
+      raise  # Such as a file that an experiment reads.
     raise RunError(
       f"{error.filename or workdir}: {error.strerror}; what was saved is whole:"
       " make room or mend the disk, then the same command goes on from the"

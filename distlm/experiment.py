@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jaxline.experiment import AbstractExperiment
 
-from distlm import metrics, nonfinite, parallel
+from distlm import metrics, nonfinite, parallel, replicas
 from distlm.console import warn
 from distlm.data.loader import Layout, Loader
 from distlm.data.prefetch import Prefetcher
 from distlm.data.token_store import TokenStore, open_token_store
 from distlm.errors import UsageError
-from distlm.losses import lm_loss_fn
-from distlm.model.transformer import build_forward_fn
-from distlm.optimizer import make_optimizer, make_schedule
+from distlm.language_model import make_model, make_updater, max_skips_in_row
 from distlm.settings import RunConfig
 from distlm.types import Batch, LossSums, TrainState
-from distlm.updater import GradientUpdater
 
 _MIB = 2**20
-# Updates skipped one after the other that end the run, unless it says.
-_MAX_SKIPS_IN_ROW = 10
 
 
 def current_layout(config: RunConfig) -> Layout:
@@ -39,52 +33,13 @@ def current_layout(config: RunConfig) -> Layout:
   )
 
 
-def make_model(config: RunConfig, num_tokens: int) -> Any:
-  """Returns the language model that `config` describes, by Haiku.
-
-  Args:
-    config: the checked settings.
-    num_tokens: size of the tokenizer's vocabulary, at most the model's.
-  """
-  vocab_size = config.model.vocab_size or num_tokens
-  if vocab_size < num_tokens:
-    raise UsageError(
-      f"model.vocab_size={vocab_size}: data.tokenizer={config.data.tokenizer}"
-      f" has {num_tokens} tokens; set it to 0 or to at least that"
-    )
-  return build_forward_fn(config.model, vocab_size, config.data.sequence_length)
-
-
-def make_updater(config: RunConfig, forward: Any) -> GradientUpdater:
-  """Returns the updater of a model made by `make_model`."""
-  length = config.data.sequence_length
-  schedule = make_schedule(config.optimizer, config.training_steps)
-
-  def init_fn(key: jax.Array) -> Any:
-    tokens = jnp.zeros((1, length), jnp.int32)  # [B, T]
-    return forward.init(key, tokens, jnp.ones_like(tokens, bool), False)
-
-  return GradientUpdater(
-    init_fn=init_fn,
-    loss_fn=functools.partial(lm_loss_fn, forward.apply),
-    optimizer=make_optimizer(config.optimizer, schedule),
-    schedule=schedule,
-    max_skips_in_row=_max_skips_in_row(config),
-  )
-
-
-def _max_skips_in_row(config: RunConfig) -> int:
-  if config.nonfinite == "abort":
-    return 0
-  return config.nonfinite_limit or _MAX_SKIPS_IN_ROW
-
-
 class LanguageModelExperiment(AbstractExperiment):
   """Trains and evaluates a Transformer language model on all devices."""
 
   CHECKPOINT_ATTRS: ClassVar = {"_train_state": "train_state"}
   NON_BROADCAST_CHECKPOINT_ATTRS: ClassVar = {"_data_position": "data_position"}
 
+  CHECKPOINTS_ARE_FINITE: ClassVar = True
   loader_class: ClassVar[type[Loader]] = Loader
 
   def __init__(
@@ -201,6 +156,8 @@ class LanguageModelExperiment(AbstractExperiment):
       )
     super().restore_from_snapshot(snapshot_state)
     self.close()
+    # Fewer skips in a row may be allowed now; the next update is a new one.
+    self._limit_skips_in_row(max_skips_in_row(self._config))
 
   def summary_rows(self) -> list[tuple[str, str]]:
     """Returns (name, value) rows that describe the experiment to its user."""
@@ -250,6 +207,11 @@ class LanguageModelExperiment(AbstractExperiment):
       self._batches.close()
     self._batches = self._in_flight = None
 
+  def on_repair(self) -> None:
+    """Forgets the update that a wrong replica may have spoilt."""
+    self._in_flight = None
+    self._limit_skips_in_row(0)
+
   def pause(self) -> None:
     """Waits for the last step; what follows it is not training time.
 
@@ -273,6 +235,12 @@ class LanguageModelExperiment(AbstractExperiment):
         f" {ledger.tokens_padded:,} padded",
       )
     ]
+
+  def _limit_skips_in_row(self, limit: int) -> None:
+    in_row = parallel.fetch(self._train_state.num_skipped_in_row)
+    self._train_state = self._train_state._replace(
+      num_skipped_in_row=parallel.replicate(np.minimum(in_row, limit))
+    )
 
   @property
   def _depth(self) -> int:
@@ -311,17 +279,18 @@ class LanguageModelExperiment(AbstractExperiment):
     if update is None:
       return
     self._rate.update(update.scalars["tokens"].item())
-    in_row = update.scalars["skipped_in_row"].item()
-    # Finite gradients may still bring parameters to overflow.
-    if not in_row and math.isfinite(update.scalars["param_norm"].item()):
+    in_row = update.scalars["skipped_in_row"].item()  # On all processes alike.
+    if not in_row:
       return
-    if 0 < in_row <= _max_skips_in_row(self._config):
+    if in_row <= max_skips_in_row(self._config):
       if parallel.process_index() == 0:
         warn(
           f"step {update.step}: the loss or gradient is not finite, so the"
           f" update is skipped ({in_row} in a row)"
         )
       return
+    # A replica with a wrong value may be what spoilt it for all.
+    replicas.check(update.step, {"train_state": self._train_state})
     cause = nonfinite.find_cause(
       self._forward,
       self._gradient,
@@ -329,7 +298,9 @@ class LanguageModelExperiment(AbstractExperiment):
       update.batch,
       update.keys,
     )
-    raise nonfinite.error(update.step, cause, in_row)
+    raise nonfinite.error(
+      update.step, cause, in_row, self._config.nonfinite == "skip"
+    )
 
 
 class _InFlight(NamedTuple):

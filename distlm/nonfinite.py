@@ -32,38 +32,48 @@ def find_cause(
     batch: [R, A, B, T].
     keys: [R, 2], of each device.
   """
-  name = snapshot.find_nonfinite(parallel.fetch(params))
-  if name:
-    return f"parameter {name}"
 
   def flags(params: Params, batch: Batch, key: Array) -> Any:
     grads, _ = gradient(params, batch, key)
     return jax.tree.map(lambda g: jnp.isfinite(g).all(), grads)
 
+  # First, as a process alone in it would wait for the others for ever.
   is_finite = parallel.fetch(parallel.pmap(flags)(params, batch, keys))
+  name = snapshot.find_nonfinite(parallel.fetch(params))
+  if name:
+    return f"parameter {name}"
   names = [
     snapshot.dotted(path)
     for path, flag in jax.tree_util.tree_leaves_with_path(is_finite)
     if not flag
   ]
-  of_gradient = f"the gradient of {names[0]}" if names else "the loss"
+  of_gradient = (
+    f"the gradient of {names[0]}"
+    if names
+    else "the loss or the gradient's norm"
+  )
   of_activation = _find_activation(forward, params, batch, keys)
   return f"{of_activation}, and {of_gradient}" if of_activation else of_gradient
 
 
-def error(step: int, cause: str, num_in_row: int) -> RunError:
+def error(
+  step: int, cause: str, num_in_row: int, is_skipping: bool
+) -> RunError:
   """Returns what ends a run.
 
   Args:
     step: the update.
     cause: what `find_cause` returned.
     num_in_row: how many updates had such a cause, one after the other.
+    is_skipping: whether some in a row were allowed.
   """
-  many = f", as in {num_in_row} steps in a row" if num_in_row > 1 else ""
+  many = ""
+  if is_skipping:
+    many = f", as in {num_in_row} steps in a row, more than nonfinite_limit"
+  skip = "" if is_skipping else ", or go on past such steps with nonfinite=skip"
   return RunError(
-    f"step {step}: {cause} is not finite{many}; nothing of it is saved: lower"
-    " optimizer.learning_rate, mend the data, or go on past such steps with"
-    " nonfinite=skip"
+    f"step {step}: {cause} is not finite{many}; nothing of it is saved: mend"
+    f" the data, start in another --workdir with a lower learning rate{skip}"
   )
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from distlm import bits
 from distlm.errors import UsageError
 
 T = TypeVar("T")
@@ -167,6 +168,13 @@ def first_devices(num_devices: int) -> Iterator[None]:
     _limit = previous
 
 
+def name_of_device(index: int) -> str:
+  """Returns what to call a device, by its number in pmaps of all processes."""
+  device = jax.devices()[index]
+  of_process = jax.local_devices(process_index=device.process_index)
+  return f"device {of_process.index(device)} of process {device.process_index}"
+
+
 def device_kind() -> str:
   """Returns what the devices are, such as "cpu"."""
   return jax.local_devices()[0].device_kind
@@ -223,28 +231,14 @@ def broadcast(tree: T, source: int) -> T:
 
   def of_source(leaf: jax.Array) -> jax.Array:
     # Sums of integers with zeros keep the bits; those of floats lose -0.
-    bits = as_words(leaf)
+    words = bits.as_words(leaf)
     is_source = jax.lax.axis_index(AXIS) == source
-    bits = jax.lax.psum(jnp.where(is_source, bits, jnp.zeros_like(bits)), AXIS)
-    return _from_words(bits, leaf.dtype)
+    words = jax.lax.psum(
+      jnp.where(is_source, words, jnp.zeros_like(words)), AXIS
+    )
+    return bits.from_words(words, leaf)
 
   return pmap(lambda tree: jax.tree.map(of_source, tree), 0)(tree)
-
-
-def as_words(leaf: jax.Array) -> jax.Array:
-  """Returns the bits of an array, as uint32."""
-  if leaf.dtype.kind == "b":
-    return leaf.astype(jnp.uint32)
-  width = min(leaf.dtype.itemsize, 4)
-  words = jax.lax.bitcast_convert_type(leaf, f"uint{8 * width}")
-  return words.astype(jnp.uint32)
-
-
-def _from_words(words: jax.Array, dtype: Any) -> jax.Array:
-  if dtype.kind == "b":
-    return words.astype(bool)
-  width = min(dtype.itemsize, 4)
-  return jax.lax.bitcast_convert_type(words.astype(f"uint{8 * width}"), dtype)
 
 
 def _local_sharding() -> NamedSharding:

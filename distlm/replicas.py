@@ -8,14 +8,14 @@ devices. Nothing in the losses shows it; so the run looks now and then.
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distlm import parallel, snapshot
+from distlm import bits, parallel, snapshot
 from distlm.console import warn
 from distlm.errors import RunError
 
@@ -35,7 +35,7 @@ def fingerprint(tree: Any) -> jax.Array:
   """
 
   def of_leaf(leaf: jax.Array) -> jax.Array:
-    words = parallel.as_words(leaf).ravel()
+    words = bits.as_words(leaf).ravel()
     odd = 2 * jnp.arange(words.size, dtype=jnp.uint32) + 1
     return jnp.stack(
       [
@@ -83,6 +83,7 @@ class ReplicaCheck:
     self._policy = policy
     self._compare = parallel.pmap(compare)
     self._pending: _Comparison | None = None
+    self._equal_at: int | None = None  # the last step found equal
 
   def update_time(self, t: float, step: int) -> None:
     """Is called by JAXline before the first step."""
@@ -103,7 +104,7 @@ class ReplicaCheck:
     Raises:
       RunError: as `settle` does.
     """
-    if self._interval:
+    if self._interval and self._equal_at != step:
       if self._pending is None:
         self._start(step)
       self.settle()
@@ -115,14 +116,14 @@ class ReplicaCheck:
       RunError: if replicas differ and are not to be, or cannot be, repaired.
     """
     pending, self._pending = self._pending, None
-    if pending is None or parallel.fetch(pending.is_equal):
+    if pending is None:
+      return
+    if parallel.fetch(pending.is_equal):
+      self._equal_at = pending.step
       return
     difference = _describe(pending)
     if self._policy == "abort":
-      raise RunError(
-        f"{difference.text}; look at that device, then the same command goes on"
-        " from the newest checkpoint, saved when all were equal"
-      )
+      raise _error(difference)
     if difference.majority is None:
       raise RunError(
         f"{difference.text}; no majority of the devices shows which replica is"
@@ -134,6 +135,8 @@ class ReplicaCheck:
       setattr(
         experiment, attribute, parallel.broadcast(value, difference.majority)
       )
+    if hasattr(experiment, "on_repair"):
+      experiment.on_repair()
     if parallel.process_index() == 0:
       warn(f"{difference.text}; repaired from the others")
 
@@ -143,11 +146,28 @@ class ReplicaCheck:
       name: getattr(experiment, attribute)
       for attribute, name in experiment.CHECKPOINT_ATTRS.items()
     }
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    if leaves:
-      is_equal, fingerprints = self._compare(tree)
-      names = [snapshot.dotted(path) for path, _ in leaves]
-      self._pending = _Comparison(step, is_equal, fingerprints, names)
+    if jax.tree.leaves(tree):
+      self._pending = _comparison(step, tree, self._compare)
+
+
+def check(step: int, tree: Any) -> None:
+  """Compares all replicas of a tree [R, ...] at once, on all processes.
+
+  Raises:
+    RunError: if they differ.
+  """
+  comparison = _comparison(step, tree, parallel.pmap(compare))
+  if not parallel.fetch(comparison.is_equal):
+    raise _error(_describe(comparison))
+
+
+def _comparison(
+  step: int, tree: Any, compare: Callable[..., Any]
+) -> _Comparison:
+  is_equal, fingerprints = compare(tree)
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  names = [snapshot.dotted(path) for path, _ in leaves]
+  return _Comparison(step, is_equal, fingerprints, names)
 
 
 def compare(tree: Any) -> tuple[jax.Array, jax.Array]:
@@ -159,6 +179,13 @@ def compare(tree: Any) -> tuple[jax.Array, jax.Array]:
   """
   fingerprints = parallel.all_gather(fingerprint(tree))  # [N, leaves, 2]
   return jnp.all(fingerprints == fingerprints[0]), fingerprints
+
+
+def _error(difference: _Difference) -> RunError:
+  return RunError(
+    f"{difference.text}; look at that device, then the same command goes on"
+    " from the newest checkpoint, saved when all were equal"
+  )
 
 
 class _Difference(NamedTuple):
@@ -174,11 +201,7 @@ def _describe(comparison: _Comparison) -> _Difference:
   right = replicas.index(most_common)
   wrong = [i for i, replica in enumerate(replicas) if replica != most_common]
   leaf = int(np.flatnonzero((rows[wrong] != rows[right]).any(axis=(0, 2)))[0])
-  devices = ", ".join(
-    f"device {i % parallel.local_device_count()} of process"
-    f" {i // parallel.local_device_count()}"
-    for i in wrong
-  )
+  devices = ", ".join(parallel.name_of_device(i) for i in wrong)
   text = (
     f"replicas differ after step {comparison.step}: {devices} from the other"
     f" {count} of {len(rows)}, first in {comparison.names[leaf]}"

@@ -43,6 +43,9 @@ from distlm.stop import StopRequest
 from distlm.workdir import check_mode
 from distlm.writers import RunWriter
 
+# What a config file may set beside JAXline's settings, in steps.
+_INTERVALS = ("evaluation_interval", "replica_check_interval")
+
 
 def main(
   experiment_class: ExperimentFactory, argv: Sequence[str] | None = None
@@ -73,7 +76,14 @@ def main(
     arguments.add_once_argument(parser)
     args = parser.parse_args(others)
     config = load_config_file(args.config)
+    for key in _INTERVALS:
+      if key not in config:
+        with config.unlocked():
+          config[key] = 0
     apply_overrides(config, overrides)
+    for key in _INTERVALS:
+      if type(config[key]) is not int or config[key] < 0:
+        raise UsageError(f"config.{key}={config[key]!r}: it must be 0 or more")
     try:
       base_config.validate_config(config)
     except ValueError as error:
@@ -91,10 +101,8 @@ def main(
         config,
         Path(args.workdir),
         settings,
-        evaluation_interval=config.get("evaluation_interval", 0),
-        replica_check=ReplicaCheckConfig(
-          config.get("replica_check_interval", 0)
-        ),
+        evaluation_interval=config.evaluation_interval,
+        replica_check=ReplicaCheckConfig(config.replica_check_interval),
       )
       arguments.exit_as_asked(args, run(job, args.jaxline_mode))
 

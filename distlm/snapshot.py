@@ -37,11 +37,17 @@ def _to_host(leaf: Any) -> Any:
   return np.array(leaf) if isinstance(leaf, (jax.Array, np.generic)) else leaf
 
 
-def find_nonfinite(tree: Any) -> str:
-  """Returns the name of the first array with a NaN or infinity, or ""."""
+def find_nonfinite(tree: Any, may_be_infinite: bool = False) -> str:
+  """Returns the name of the first array with a NaN or infinity, or "".
+
+  Args:
+    tree: of arrays.
+    may_be_infinite: whether to look for NaNs alone.
+  """
+  is_wrong: Any = np.isnan if may_be_infinite else lambda x: ~np.isfinite(x)
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
     is_float = jax.dtypes.issubdtype(np.asarray(leaf).dtype, np.inexact)
-    if is_float and not np.isfinite(leaf).all():
+    if is_float and is_wrong(leaf).any():
       return dotted(path)
   return ""
 

@@ -213,6 +213,31 @@ def ragged_sequence_dropped(patch: MonkeyPatch) -> None:
   )
 
 
+def padding_counted_as_tokens(patch: MonkeyPatch) -> None:
+  """Divides by all places: wrong alike on all layouts."""
+
+  def wrong(
+    updater: GradientUpdater, params: Params, batch: Batch, key: Array
+  ) -> _Gradient:
+    grads, sums = _sum_gradients(updater, params, batch, key)
+    return grads, sums._replace(num_tokens=jnp.int32(batch.mask.size))
+
+  patch.setattr(GradientUpdater, "_sum_gradients", wrong)
+
+
+def epoch_goes_on_with_the_order_of_the_last(patch: MonkeyPatch) -> None:
+  """Where a batch spans two, its end is of the order of the first."""
+
+  def wrong(loader: Loader, step: int) -> np.ndarray:
+    first = step * loader._batch_size
+    epochs, positions = np.divmod(
+      np.arange(first, first + loader._batch_size), loader._train.num_sequences
+    )
+    return loader._order(int(epochs[0]))[positions]
+
+  patch.setattr(Loader, "sequences", wrong)
+
+
 def sequence_repeated_in_an_epoch(patch: MonkeyPatch) -> None:
   """Draws with replacement."""
 

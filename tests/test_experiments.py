@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from distlm import config, parallel
-from distlm.experiment import make_model, make_updater
+from distlm.language_model import make_model, make_updater
 from distlm.settings import RunConfig
 from distlm.types import Batch
 

@@ -18,7 +18,7 @@ PACKAGE = Path(distlm.__file__).parent
 # A module imports only from rows above its own; siblings not each other. The
 # modules of a package are one unit, free among themselves.
 ROWS = (
-  {"errors", "types", "atomic"},
+  {"errors", "types", "atomic", "bits"},
   {"settings"},
   {"config", "arguments"},
   {
@@ -39,7 +39,7 @@ ROWS = (
     *("updater", "workdir", "series", "replicas", "nonfinite"),
     *("stop", "logfile"),
   },
-  {"checkpoint"},
+  {"checkpoint", "language_model"},
   {"experiment", "saving", "contents"},
   {"loop"},
   {"runner"},

@@ -14,7 +14,7 @@ import pytest
 import tiny_run
 
 from distlm import experiment as experiments
-from distlm import losses, parallel, snapshot
+from distlm import language_model, losses, parallel, snapshot
 from distlm.experiment import LanguageModelExperiment
 from distlm.types import Batch, LossSums
 from distlm.updater import GradientUpdater
@@ -141,7 +141,7 @@ def _with_bad_losses(
     return sums._replace(loss=sums.loss * bad)
 
   monkeypatch.setattr(experiments.Loader, "process_batch", faulty_batch)
-  monkeypatch.setattr(experiments, "lm_loss_fn", faulty_loss)
+  monkeypatch.setattr(language_model, "lm_loss_fn", faulty_loss)
 
 
 def _train(config: Path, workdir: Path, *flags: str) -> int:
@@ -217,7 +217,8 @@ def test_too_many_skips_in_a_row_end_the_run(
   *warnings, last = capsys.readouterr().err.splitlines()
   assert len(warnings) == 10
   assert last.startswith("error: step 14: ")
-  assert "as in 11 steps in a row" in last
+  assert "as in 11 steps in a row, more than nonfinite_limit" in last
+  assert "nonfinite=skip" not in last
 
 
 def _spoil(
@@ -289,7 +290,7 @@ def test_the_first_gradient_is_named_where_all_before_it_is_finite(
     root = jnp.sqrt(jnp.where(sums.num_tokens == 0, 0.0, 1.0) * scale**2)
     return sums._replace(loss=sums.loss + root)
 
-  monkeypatch.setattr(experiments, "lm_loss_fn", faulty_loss)
+  monkeypatch.setattr(language_model, "lm_loss_fn", faulty_loss)
   assert _train(config, tmp_path) == 1
   line = tiny_run.check_one_line(capsys.readouterr().err)
   name = "transformer/final_norm.scale"
@@ -303,18 +304,70 @@ def test_parameters_that_overflow_end_the_run_too(
   capsys: pytest.CaptureFixture[str],
 ) -> None:
   flags = ("learning_rate=3e38", "warmup_steps=0", "name=sgd", "clip_norm=0")
-  assert (
-    _train(
-      config,
-      tmp_path,
-      *(f"--config.optimizer.{flag}" for flag in flags),
-      "--config.nonfinite=skip",
-    )
-    == 1
-  )
-  line = capsys.readouterr().err.splitlines()[-1]
-  assert line.startswith("error: step ")
+  settings = [f"--config.optimizer.{flag}" for flag in flags]
+  assert _train(config, tmp_path, *settings) == 1
+  line = tiny_run.check_one_line(capsys.readouterr().err)
+  assert line.startswith("step 2: parameter transformer")
+  assert "start in another --workdir with a lower learning rate" in line
   assert tiny_run.saved_steps(tmp_path) == []
+
+
+def test_a_resumed_run_may_allow_fewer_skips(
+  config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  with monkeypatch.context() as patch:
+    _with_bad_losses(patch, {4, 5, 6})
+    flags = ("--config.nonfinite=skip", "--config.training_steps=6")
+    assert _train(config, tmp_path, *flags) == 0
+  assert _train(config, tmp_path) == 0
+  assert tiny_run.rows(tmp_path, "train")[-1]["skipped_steps"] == 3
+
+
+def test_a_replica_that_is_not_finite_is_blamed_on_its_device(
+  config: Path,
+  tmp_path: Path,
+  monkeypatch: pytest.MonkeyPatch,
+  capsys: pytest.CaptureFixture[str],
+) -> None:
+  _spoil(monkeypatch, 7, _spoil_replica)
+  flags = ("--config.replica_check.interval=0",)
+  assert _train(config, tmp_path, *flags) == 1
+  line = tiny_run.check_one_line(capsys.readouterr().err)
+  assert line.startswith(
+    "replicas differ after step 8: device 5 of process 0 from the other 7 of 8,"
+    " first in train_state.params.transformer/final_norm.offset"
+  )
+
+
+def test_a_repaired_replica_was_the_cause_of_a_bad_update(
+  config: Path,
+  tmp_path: Path,
+  monkeypatch: pytest.MonkeyPatch,
+  capsys: pytest.CaptureFixture[str],
+) -> None:
+  _spoil(monkeypatch, 7, _spoil_replica)
+  flags = ("policy=repair", "interval=1")
+  settings = [f"--config.replica_check.{flag}" for flag in flags]
+  assert _train(config, tmp_path, *settings) == 0
+  assert "repaired from the others" in capsys.readouterr().err
+  assert tiny_run.rows(tmp_path, "train")[-1]["skipped_steps"] == 1
+
+
+def _spoil_replica(params: Any) -> Any:
+  """Makes a parameter of device 5 a NaN."""
+  offset = params["transformer/final_norm"]["offset"]
+  shards = [np.array(shard.data) for shard in offset.addressable_shards]
+  shards[5][:] = np.nan
+  spoilt = jax.make_array_from_single_device_arrays(
+    offset.shape,
+    offset.sharding,
+    [
+      jax.device_put(shard, of.device)
+      for shard, of in zip(shards, offset.addressable_shards, strict=True)
+    ],
+  )
+  module = {**params["transformer/final_norm"], "offset": spoilt}
+  return {**params, "transformer/final_norm": module}
 
 
 def test_a_checkpoint_with_a_value_that_is_not_finite_is_not_written(
@@ -353,3 +406,6 @@ def test_values_that_are_not_finite_are_found_in_all_float_types() -> None:
       array[1, 2] = value
       assert snapshot.find_nonfinite({"a": {"b": array}}) == "a.b"
   assert snapshot.find_nonfinite({"n": np.array([2**31 - 1]), "x": None}) == ""
+  infinite, nan = {"a": np.array([np.inf])}, {"a": np.array([np.nan])}
+  assert snapshot.find_nonfinite(infinite, may_be_infinite=True) == ""
+  assert snapshot.find_nonfinite(nan, may_be_infinite=True) == "a"

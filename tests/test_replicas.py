@@ -118,6 +118,27 @@ def test_repair_gives_all_devices_the_bits_of_the_majority(
   check.check_now(30)
 
 
+def test_complex_numbers_and_typed_keys_are_compared_and_repaired() -> None:
+  tree = {
+    "key": jax.random.split(jax.random.key(3), 2),
+    "wave": jnp.array([1 + 2j, -0.0 - 1j], jnp.complex64),
+    "x": jnp.ones(2),
+  }
+  replicated = parallel.replicate(tree)
+  replicated["x"] = flipped_run.flip(replicated["x"], 2)
+  module, check = _check(replicated, "repair")
+  check.check_now(20)
+  for name, value in tree.items():
+    for device in range(8):
+      row = module.tree[name][device]
+      if name == "key":
+        row, value = jax.random.key_data(row), jax.random.key_data(tree[name])
+      assert np.asarray(row).tobytes() == np.asarray(value).tobytes()
+  changed = {**tree, "wave": tree["wave"].conj()}
+  prints = [np.asarray(fingerprint(x)) for x in (tree, changed)]
+  assert (prints[0] != prints[1]).any(axis=1).tolist() == [False, True, False]
+
+
 def test_without_a_majority_there_is_nothing_to_repair_from() -> None:
   array = parallel.replicate(jnp.arange(4.0))
   for device in range(4):

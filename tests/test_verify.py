@@ -160,6 +160,11 @@ def test_all_layouts_of_the_right_code_are_equal(
       rf"step 1 differs by .* in loss; .* is {PARAMETER}",
     ),
     (
+      planted_faults.padding_counted_as_tokens,
+      (ALONE, DEVICES, PARTS),
+      r"step 1 differs by .* in loss; .*",
+    ),
+    (
       planted_faults.mean_of_means_in_evaluation,
       (DEVICES,),
       r"an evaluation of 783 tokens, of 783, differs by .* in its loss",
@@ -264,11 +269,15 @@ def test_equal_masks_of_dropout_are_found(
   [
     (
       planted_faults.ragged_sequence_dropped,
-      r"sequence \d+ comes (2|0) times in the first epoch",
+      r"sequence \d+ comes (2|0) times in epoch 1",
+    ),
+    (
+      planted_faults.epoch_goes_on_with_the_order_of_the_last,
+      r"sequence \d+ comes (0|[2-9]) times in epoch 2",
     ),
     (
       planted_faults.sequence_repeated_in_an_epoch,
-      r"sequence \d+ comes (0|[2-9]) times in the first epoch",
+      r"sequence \d+ comes (0|[2-9]) times in epoch 1",
     ),
     (
       planted_faults.partial_evaluation_batch_dropped_by_the_loader,

@@ -23,6 +23,7 @@ from distlm.verify.runs import keys
 _DROPOUT_RATE = 0.5
 _NUM_PARTS = 2
 _CHUNK_SEQUENCES = 4096
+_NUM_EPOCHS = 2  # A batch may span two.
 
 
 class _OnePlaceLoader(loaders.Loader):
@@ -136,15 +137,18 @@ def check_data(config: RunConfig, store: TokenStore) -> tuple[str, str]:
   train, validation = split(store, config.data.validation_fraction)
   size = config.data.global_batch_size
   num_sequences = -(-(len(train) - 1) // config.data.sequence_length)
-  num_steps = -(-num_sequences // size)
+  num_steps = -(-_NUM_EPOCHS * num_sequences // size)
   order = np.concatenate([loader.sequences(i) for i in range(num_steps)])
-  times = np.bincount(order[:num_sequences], minlength=num_sequences)
-  # First what is missing: where one is, another may come in its place.
-  wrong = [*np.flatnonzero(times == 0), *np.flatnonzero(times > 1)]
-  if wrong:
-    return "", (
-      f"sequence {wrong[0]} comes {times[wrong[0]]} times in the first epoch"
-    )
+  for epoch in range(_NUM_EPOCHS):
+    of_epoch = order[epoch * num_sequences : (epoch + 1) * num_sequences]
+    times = np.bincount(of_epoch, minlength=num_sequences)
+    # First what is missing: where one is, another may come in its place.
+    wrong = [*np.flatnonzero(times == 0), *np.flatnonzero(times > 1)]
+    if wrong:
+      return "", (
+        f"sequence {wrong[0]} comes {times[wrong[0]]} times in epoch"
+        f" {epoch + 1}"
+      )
   read = _count(
     loader.training_rows(chunk)
     for chunk in np.split(

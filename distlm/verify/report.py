@@ -13,7 +13,7 @@ import numpy as np
 from distlm import parallel, snapshot
 from distlm.data.loader import check_corpus
 from distlm.data.token_store import TokenStore
-from distlm.errors import RunError
+from distlm.errors import RunError, UsageError
 from distlm.settings import (
   EvaluationConfig,
   OptimizerConfig,
@@ -77,7 +77,14 @@ def verify(
   parallel.repair_jaxline()
   layouts = _layouts()
   config = _plain(config, layouts, num_steps)
-  check_corpus(len(store.tokens), config.data)
+  try:
+    check_corpus(len(store.tokens), config.data)
+  except UsageError as error:
+    raise UsageError(
+      f"data.source: the batches of verify have"
+      f" {config.data.global_batch_size} sequences, so that all layouts divide"
+      f" them ({error}); give more text or fewer --devices"
+    ) from error
   print_line(
     f"{num_steps} steps of {config.data.global_batch_size} sequences of"
     f" {config.data.sequence_length} tokens, some padded; a layout is devices x"
@@ -127,13 +134,14 @@ def _figures(outcome: Outcome) -> tuple[str, str, str]:
 def _layouts() -> list[Layout]:
   """Returns the layouts to compare; each costs some compilations.
 
-  All numbers of devices that are powers of two; other accumulation steps than 1
-  with the fewest and the most devices alone.
+  All devices, and all numbers that are powers of two and divide theirs, so that
+  batches stay small; other accumulation steps than 1 with the fewest and the
+  most devices alone.
   """
   most = parallel.local_device_count()
   counts = {most}
   if parallel.process_count() == 1:  # Several must have the same number.
-    counts |= {1 << i for i in range(most.bit_length())}
+    counts |= {1 << i for i in range(most.bit_length()) if most % (1 << i) == 0}
   return [
     *(Layout(count, 1) for count in sorted(counts)),
     *(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import math
 from typing import Any, NamedTuple
@@ -16,9 +15,10 @@ from numpy.typing import NDArray
 from distlm import parallel, replicas
 from distlm.data import loader as loaders
 from distlm.data.token_store import TokenStore
-from distlm.experiment import LanguageModelExperiment, make_model, make_updater
+from distlm.experiment import LanguageModelExperiment
+from distlm.language_model import make_model, make_updater
 from distlm.settings import RunConfig
-from distlm.types import Batch, LossSums, Params
+from distlm.types import Batch, Params
 
 MOST_ACCUMULATION_STEPS = 4
 
@@ -111,7 +111,11 @@ def keys(config: RunConfig) -> tuple[jax.Array, jax.Array]:
 
 
 def run_reference(config: RunConfig, store: TokenStore) -> Outcome:
-  """Computes all steps on one device, whole batches at once, without pmap."""
+  """Computes all steps on one device, whole batches at once, without pmap.
+
+  By formulas of its own: what `losses`, `updater` and `optimizer` got wrong on
+  all layouts alike would show as well.
+  """
   loader = PaddedLoader(
     store,
     config.data,
@@ -119,21 +123,44 @@ def run_reference(config: RunConfig, store: TokenStore) -> Outcome:
     config.random_seed,
     loaders.Layout(),
   )
-  updater = dataclasses.replace(
-    make_updater(config, make_model(config, store.tokenizer.vocab_size)),
-    axis_name=None,
+  model = make_model(config, store.tokenizer.vocab_size)
+  learning_rate, clip_norm = (
+    config.optimizer.learning_rate,
+    config.optimizer.clip_norm,
   )
-  update, evaluate = jax.jit(updater.update), jax.jit(updater.evaluate)
+
+  def mean_loss(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    logits = model.apply(params, None, batch.inputs, batch.mask, False)
+    one_hot = jax.nn.one_hot(batch.targets, logits.shape[-1])
+    losses = -jnp.sum(one_hot * jax.nn.log_softmax(logits), axis=-1)  # [B, T]
+    num_tokens = jnp.sum(batch.mask)
+    return jnp.sum(losses * batch.mask) / num_tokens, num_tokens
+
+  @jax.jit
+  def update(params: Params, batch: Batch) -> tuple[Params, dict[str, Any]]:
+    (loss, num_tokens), grads = jax.value_and_grad(mean_loss, has_aux=True)(
+      params, batch
+    )
+    norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
+    scale = jnp.minimum(clip_norm / norm, 1.0) if clip_norm else 1.0
+    params = jax.tree.map(
+      lambda p, g: p - learning_rate * scale * g, params, grads
+    )
+    return params, {"loss": loss, "grad_norm": norm, "tokens": num_tokens}
+
   _, key = keys(config)
-  state, steps = jax.jit(updater.init)(key), []
+  params, steps = jax.jit(make_updater(config, model).init_fn)(key), []
   for step in range(config.training_steps):
-    state, scalars = update(state, _one_part(loader.global_batch(step)), key)
-    steps.append(_step(scalars, state.params))
-  sums = [
-    evaluate(state.params, _one_part(loader.evaluation_batch(i)))
+    params, scalars = update(params, loader.global_batch(step))
+    steps.append(_step(scalars, params))
+  evaluate = jax.jit(mean_loss)
+  means = [
+    [x.item() for x in evaluate(params, loader.evaluation_batch(i))]
     for i in range(loader.num_evaluation_batches)
   ]
-  return Outcome(steps, *_mean(sums))
+  num_tokens = sum(count for _, count in means)
+  loss = sum(mean * count for mean, count in means) / num_tokens
+  return Outcome(steps, loss, num_tokens)
 
 
 def run_layout(
@@ -164,18 +191,8 @@ def run_layout(
   return Outcome(steps, figures["loss"], int(figures["tokens"]), unequal_at)
 
 
-def _one_part(batch: Batch) -> Batch:
-  """Makes [A, B, T] of [B, T]."""
-  return Batch(*(array[None] for array in batch))
-
-
 def _step(scalars: dict[str, Any], params: Params) -> Step:
   loss, grad_norm, tokens = (
     np.asarray(scalars[name]).item() for name in ("loss", "grad_norm", "tokens")
   )
   return Step(loss, grad_norm, tokens, jax.tree.map(np.array, params))
-
-
-def _mean(sums: list[LossSums]) -> tuple[float, int]:
-  num_tokens = sum(int(part.num_tokens) for part in sums)
-  return sum(float(part.loss) for part in sums) / num_tokens, num_tokens
