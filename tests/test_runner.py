@@ -187,6 +187,17 @@ def test_a_failure_ends_the_job_with_its_traceback(
   assert _run(tmp_path) == 2  # Other settings.
 
 
+@pytest.mark.parametrize("key", ["evaluation", "replica_check"])
+@pytest.mark.parametrize("value", ["-3", "often"])
+def test_an_interval_that_is_no_number_of_steps_is_refused(
+  tmp_path: Path, key: str, value: str
+) -> None:
+  flag = f"--config.{key}_interval={value}"
+  result = _run_process(tmp_path, "--devices=2", flag)
+  assert result.returncode == 2
+  assert f"config.{key}_interval={value}: it must be" in result.stderr
+
+
 def test_a_failing_evaluator_ends_too(tmp_path: Path) -> None:
   arguments = (FAIL_IN_EVALUATION, "--config.training_steps=5")
   assert _run(tmp_path, *arguments) == 0
