@@ -17,9 +17,12 @@ from distlm.errors import RunError
 
 # What a disk does to a run, and the user can mend.
 _DISK_ERRORS = (
-  *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO),
-  *(errno.EACCES, errno.EPERM, errno.ENOENT, errno.ESTALE),
-  # Something else is in the place of a file or directory of the run.
+  *(errno.ENOSPC, errno.EDQUOT, errno.EROFS),
+  *(errno.EIO, errno.ESTALE),
+)
+# The same of a file of the run; of others, a mistake of an experiment.
+_FILE_ERRORS = (
+  *(errno.EACCES, errno.EPERM, errno.ENOENT),
   *(errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP),
 )
 _MAX_REASON_LENGTH = 300
@@ -35,11 +38,13 @@ def disk_errors_in_one_line(workdir: str) -> Iterator[None]:
   try:
     yield
   except OSError as error:
-    is_ours = error.filename is None or Path(
+    is_of_run = error.filename is None or Path(
       os.path.abspath(os.fsdecode(error.filename))
     ).is_relative_to(os.path.abspath(workdir))
-    if error.errno not in _DISK_ERRORS or not is_ours:
-      raise  # Such as a file that an experiment reads.
+    if error.errno not in _DISK_ERRORS and not (
+      error.errno in _FILE_ERRORS and is_of_run
+    ):
+      raise
     raise RunError(
       f"{error.filename or workdir}: {error.strerror}; what was saved is whole:"
       " make room or mend the disk, then the same command goes on from the"

@@ -30,6 +30,14 @@ def test_without_a_name_the_directory_of_the_run_is_named(
     raise OSError(errno.EROFS, "Read-only file system")
 
 
+def test_a_failing_disk_is_one_line_wherever_it_is(tmp_path: Path) -> None:
+  with (
+    pytest.raises(RunError, match=r"^/cache/tokens\.bin: Input/output error;"),
+    disk.disk_errors_in_one_line(str(tmp_path)),
+  ):
+    raise OSError(errno.EIO, "Input/output error", "/cache/tokens.bin")
+
+
 @pytest.mark.parametrize(
   "error",
   [
