@@ -20,7 +20,10 @@ def as_words(leaf: jax.Array) -> jax.Array:
 
 
 def from_words(words: jax.Array, like: jax.Array) -> jax.Array:
-  """Undoes `as_words` of an array of the type of `like`."""
+  """Undoes `as_words` of an array of the type of `like`.
+
+  XLA makes 0 of a -0 that is part of a complex number.
+  """
   if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
     return jax.random.wrap_key_data(words, impl=jax.random.key_impl(like))
   if jnp.iscomplexobj(like):

@@ -121,7 +121,7 @@ def test_repair_gives_all_devices_the_bits_of_the_majority(
 def test_complex_numbers_and_typed_keys_are_compared_and_repaired() -> None:
   tree = {
     "key": jax.random.split(jax.random.key(3), 2),
-    "wave": jnp.array([1 + 2j, -0.0 - 1j], jnp.complex64),
+    "wave": jnp.array([1 + 2j, 0.5 - 1j], jnp.complex64),
     "x": jnp.ones(2),
   }
   replicated = parallel.replicate(tree)
