@@ -21,11 +21,12 @@ from distlm.errors import RunError
 
 
 def fingerprint(tree: Any) -> jax.Array:
-  """Returns two numbers for each leaf; any changed bit changes both.
+  """Returns two numbers for each leaf; any change of one word changes both.
 
-  They are the sum of a leaf's words, and the sum of each times an odd number
-  that depends on its place, modulo 2**32. A change of one bit adds a power of
-  two, times an odd number, which is never 0 modulo 2**32.
+  They are the sum of a leaf's words, and the sum of the words mixed with their
+  places, modulo 2**32. The mixing is the last step of MurmurHash3 (Appleby,
+  2011), which maps each word to another one, so that a changed word always
+  changes the sum; changes of several words cancel by chance alone.
 
   Args:
     tree: arrays of any shape and type.
@@ -36,15 +37,17 @@ def fingerprint(tree: Any) -> jax.Array:
 
   def of_leaf(leaf: jax.Array) -> jax.Array:
     words = bits.as_words(leaf).ravel()
-    odd = 2 * jnp.arange(words.size, dtype=jnp.uint32) + 1
-    return jnp.stack(
-      [
-        jnp.sum(words, dtype=jnp.uint32),
-        jnp.sum(words * odd, dtype=jnp.uint32),
-      ]
-    )
+    places = jnp.arange(words.size, dtype=jnp.uint32)
+    mixed = _mix(words + places * jnp.uint32(0x9E3779B9))
+    return jnp.stack([jnp.sum(x, dtype=jnp.uint32) for x in (words, mixed)])
 
   return jnp.stack([of_leaf(leaf) for leaf in jax.tree.leaves(tree)])
+
+
+def _mix(words: jax.Array) -> jax.Array:
+  words = (words ^ (words >> 16)) * jnp.uint32(0x85EBCA6B)
+  words = (words ^ (words >> 13)) * jnp.uint32(0xC2B2AE35)
+  return words ^ (words >> 16)
 
 
 class _Comparison(NamedTuple):

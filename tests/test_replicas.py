@@ -62,6 +62,10 @@ def test_swapped_values_and_signs_of_zero_are_seen() -> None:
     for y in (x, x[jnp.array([1, 0, 2])], x.at[2].set(-0.0))
   }
   assert len(prints) == 3
+  # Two signs: their bits cancel in any sum of the words.
+  signs = jnp.array([1.0, 2.0, 3.0, 4.0])
+  flipped = signs * jnp.array([1.0, -1.0, 1.0, -1.0])
+  assert (fingerprint(signs) != fingerprint(flipped)).any()
   # A NaN is equal to itself: the bits are compared.
   nan = parallel.replicate(jnp.array([jnp.nan]))
   assert parallel.fetch(parallel.pmap(compare)(nan)[0])
