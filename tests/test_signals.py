@@ -160,17 +160,3 @@ def test_a_second_interrupt_leaves_at_once(
   assert "saved" not in output
   assert set(fault_runs.assert_whole(tmp_path)) <= {5}
   fault_runs.end(runs, tmp_path, *SHORT)
-
-
-def test_an_interrupt_while_jax_is_imported_ends_in_silence(
-  runs: fault_runs.Runs, tmp_path: Path
-) -> None:
-  maps = "/proc/{}/maps".format
-  with fault_runs.started(_arguments(runs, tmp_path), runs.env) as process:
-    tiny_run.wait_until(
-      lambda: "jaxlib" in Path(maps(process.pid)).read_text(), process
-    )
-    process.send_signal(signal.SIGINT)
-    code, _, errors = tiny_run.finish(process)
-  assert (code, errors) == (130, "")
-  assert tiny_run.saved_steps(tmp_path) == []
