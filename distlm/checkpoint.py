@@ -84,7 +84,8 @@ class DiskCheckpointer:
       # error of a save that failed.
       manager.wait_until_finished()
       series = self.series(ckpt_series)
-      if step in series.steps():
+      steps = series.steps()
+      if step in steps:
         return
       series.set_aside(step, "incomplete")
       manager.reload()
@@ -93,9 +94,7 @@ class DiskCheckpointer:
       disk.check_room(self._directory / ckpt_series, sum(sizes))
       metrics = None
       if ckpt_series == "best":
-        metrics = {
-          SERIAL: 1 + max(map(series.serial, series.steps()), default=-1)
-        }
+        metrics = {SERIAL: 1 + max(map(series.serial, steps), default=-1)}
       manager.save(
         step,
         args=ocp.args.Composite(

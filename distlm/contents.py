@@ -39,19 +39,11 @@ def read(path: Path) -> Contents:
   """
   # Before JAX looks for devices: the run that is looked at may hold them.
   jax.config.update("jax_platforms", "cpu")
-  try:
-    tree, metadata = checkpoint.read(path)
-    leaves = {
-      name: np.asarray(leaf)
-      for name, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
-  except RunError:
-    raise
-  except Exception as error:  # Whatever Orbax meets in files that are not its.
-    raise RunError(
-      f"checkpoint {path}: it cannot be read ({type(error).__name__}:"
-      f" {str(error)[:200]}); {_WAY_OUT}"
-    ) from error
+  tree, metadata = checkpoint.read(path)
+  leaves = {
+    name: np.asarray(leaf)
+    for name, leaf in jax.tree_util.tree_leaves_with_path(tree)
+  }
   sections = metadata if isinstance(metadata, dict) else {}
   for section in ("state", "attributes", "config"):
     if not isinstance(sections.get(section), dict):

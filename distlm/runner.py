@@ -76,10 +76,9 @@ def main(
     arguments.add_once_argument(parser)
     args = parser.parse_args(others)
     config = load_config_file(args.config)
-    for key in _INTERVALS:
-      if key not in config:
-        with config.unlocked():
-          config[key] = 0
+    with config.unlocked():
+      for key in _INTERVALS:
+        config[key] = config.get(key, 0)
     apply_overrides(config, overrides)
     for key in _INTERVALS:
       if type(config[key]) is not int or config[key] < 0:
@@ -127,10 +126,12 @@ def claim(
 def run(job: Job, mode: str) -> int:
   """Trains, evaluates, or both.
 
-  An experiment may have four methods that JAXline does not know of:
+  An experiment may have five methods that JAXline does not know of:
   `summary_rows()` and `closing_rows()`, (name, value) pairs shown at the start
   and the end; `pause()`, called before what is not training, which raises what
-  went wrong in the steps so far; and `close()`, called at the end.
+  went wrong in the steps so far; `on_repair()`, called when a replica was given
+  the values of the others; and `close()`, called at the end. If it sets
+  `CHECKPOINTS_ARE_FINITE`, infinities are saved as little as NaNs.
 
   Args:
     job: what to run.
@@ -214,7 +215,7 @@ def _train(job: Job, checkpointer: DiskCheckpointer, mode: str) -> int:
   resume_step = _find_start(job, checkpointer)
   state = checkpointer.get_experiment_state("latest")
   config = config_dict.ConfigDict(job.config)
-  config.save_checkpoint_interval = 0  # See _Saving.
+  config.save_checkpoint_interval = 0  # See PeriodicSaving.
   with contextlib.ExitStack() as stack:
     stop = stack.enter_context(StopRequest())
     console = stack.enter_context(contextlib.closing(Console()))

@@ -63,7 +63,8 @@ class Series:
 
   def newest(self) -> int | None:
     """Returns the last of `steps`, or None."""
-    return self.steps()[-1] if self.steps() else None
+    steps = self.steps()
+    return steps[-1] if steps else None
 
   def newest_intact(
     self, set_aside: bool = False, may_start_anew: bool = False

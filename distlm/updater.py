@@ -89,7 +89,7 @@ class GradientUpdater:
       `skipped_in_row` that of the last ones, 0 if this one was applied.
     """
     grads, sums = self.gradient(state.params, batch, key)
-    num_tokens = jnp.maximum(sums.num_tokens, 1).astype(jnp.float32)
+    num_tokens = _divisor(sums)
     loss, grad_norm = sums.loss / num_tokens, optax.tree.norm(grads)
     is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     # Else what went wrong could not be looked at any more: the next update is
@@ -135,8 +135,7 @@ class GradientUpdater:
     """
     grads, sums = self._sum_gradients(params, batch, key)
     grads, sums = parallel.psum((grads, sums), self.axis_name)
-    num_tokens = jnp.maximum(sums.num_tokens, 1).astype(jnp.float32)
-    return jax.tree.map(lambda g: g / num_tokens, grads), sums
+    return jax.tree.map(lambda g: g / _divisor(sums), grads), sums
 
   def evaluate(self, params: Params, batch: Batch) -> LossSums:
     """Returns the sums over the global batch, without dropout.
@@ -177,6 +176,11 @@ class GradientUpdater:
     zeros = jax.tree.map(jnp.zeros_like, params), _zero_sums()
     total, _ = jax.lax.scan(add, zeros, (keys, batch))
     return total
+
+
+def _divisor(sums: LossSums) -> jax.Array:
+  """Returns what makes means of sums; 1 where there is no token."""
+  return jnp.maximum(sums.num_tokens, 1).astype(jnp.float32)
 
 
 def _zero_sums() -> LossSums:

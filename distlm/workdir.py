@@ -68,11 +68,13 @@ def check_corpus(
   Raises:
     UsageError: naming the first document that is not.
   """
+  if not has_checkpoint(workdir):
+    return
   try:
     described = json.loads((workdir / CORPUS_FILE).read_bytes())
   except (OSError, ValueError):
     return  # The checkpoint's own fingerprint of the text is checked later.
-  if not has_checkpoint(workdir) or not isinstance(described, dict):
+  if not isinstance(described, dict):
     return
   changes = corpora.find_changes(documents, described)
   if changes:

@@ -39,19 +39,23 @@ OPTIMIZER = OptimizerConfig(
   eps=1e-3,
   weight_decay=0.1,
 )
-HYPER = reference.Hyper(
-  num_heads=MODEL.num_heads,
-  tie_embeddings=MODEL.tie_embeddings,
-  learning_rate=0.01,
-  warmup_steps=5,
-  training_steps=NUM_STEPS,
-  end_learning_rate=0.0,
-  clip_norm=0.75,
-  b1=0.875,
-  b2=0.75,
-  eps=1e-3,
-  weight_decay=0.1,
-)
+
+
+def hyper(optimizer: OptimizerConfig, num_steps: int) -> reference.Hyper:
+  """Returns what the reference must be told of `MODEL` and an optimizer."""
+  return reference.Hyper(
+    num_heads=MODEL.num_heads,
+    tie_embeddings=MODEL.tie_embeddings,
+    training_steps=num_steps,
+    **{
+      name: getattr(optimizer, name)
+      for name in reference.Hyper._fields
+      if hasattr(optimizer, name)
+    },
+  )
+
+
+HYPER = hyper(OPTIMIZER, NUM_STEPS)
 
 
 class Run(NamedTuple):

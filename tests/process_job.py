@@ -43,6 +43,13 @@ def join(compute: Callable[[int], Arrays]) -> None:
     os._exit(1)
 
 
+def free_address() -> str:
+  """Returns where process 0 of a job on this machine may listen."""
+  with socket.socket() as free:
+    free.bind(("localhost", 0))
+    return f"localhost:{free.getsockname()[1]}"
+
+
 def run(
   script: str,
   num_processes: int,
@@ -59,9 +66,7 @@ def run(
     directory: an empty one, for what the processes write.
     env: their environment.
   """
-  with socket.socket() as free:
-    free.bind(("localhost", 0))
-    coordinator = f"localhost:{free.getsockname()[1]}"
+  coordinator = free_address()
   path = Path(__file__).with_name(script)
   processes: list[subprocess.Popen[bytes]] = []
   try:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import fault_runs
-import jax
 import pytest
 import tiny_run
 
@@ -31,17 +30,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def _caching(config: Path) -> Iterator[None]:
-  """Lets the runs in this process share their compiled programs."""
-  values = {
-    "jax_compilation_cache_dir": str(config.parent / "compiled"),
-    "jax_persistent_cache_min_compile_time_secs": 0.0,
-  }
-  before = {name: getattr(jax.config, name) for name in values}
-  for name, value in values.items():
-    jax.config.update(name, value)
-  yield
-  for name, value in before.items():
-    jax.config.update(name, value)
+  with tiny_run.compiling_once(config.parent / "compiled"):
+    yield
 
 
 @pytest.fixture

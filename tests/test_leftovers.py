@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -174,24 +173,16 @@ def test_a_reader_that_leaves_does_not_end_the_run(
 def test_a_signal_to_one_process_stops_all_at_one_step(
   config: Path, tmp_path: Path, receiver: int, number: int
 ) -> None:
-  with socket.socket() as free:
-    free.bind(("localhost", 0))
-    coordinator = f"localhost:{free.getsockname()[1]}"
   args = tiny_run.arguments(
     "train",
     config,
     tmp_path / "run",
     "--devices=1",
-    f"--coordinator={coordinator}",
-    "--num-processes=2",
     "--config.training_steps=100000",
     "--config.model.num_layers=1",
     "--config.evaluation.interval=0",
   )
-  processes = [
-    tiny_run.start([*args, f"--process-id={i}"], tiny_run.environment(None))
-    for i in range(2)
-  ]
+  processes = tiny_run.start_job(args, 2, tiny_run.environment(None))
   tiny_run.wait_until(
     lambda: len(tiny_run.steps(tmp_path / "run", "train")) > 3, processes[0]
   )

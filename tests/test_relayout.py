@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,9 +36,6 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _train(inputs: Path, workdir: Path, part: Part) -> None:
-  with socket.socket() as free:
-    free.bind(("localhost", 0))
-    coordinator = f"localhost:{free.getsockname()[1]}"
   args = tiny_run.arguments(
     "train",
     inputs / "config.py",
@@ -48,18 +44,9 @@ def _train(inputs: Path, workdir: Path, part: Part) -> None:
     f"--config.training_steps={part.last_step}",
     f"--devices={part.num_devices}",
   )
-  if part.num_processes > 1:
-    args += [
-      f"--coordinator={coordinator}",
-      f"--num-processes={part.num_processes}",
-    ]
-  processes = [
-    tiny_run.start(
-      [*args, *([f"--process-id={i}"] if part.num_processes > 1 else [])],
-      tiny_run.environment(inputs / "compiled"),
-    )
-    for i in range(part.num_processes)
-  ]
+  processes = tiny_run.start_job(
+    args, part.num_processes, tiny_run.environment(inputs / "compiled")
+  )
   for end in [tiny_run.finish(process) for process in processes]:
     assert end[0] == 0, end
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -238,16 +235,11 @@ def test_without_an_interval_nothing_is_compared(
 def test_a_replica_of_another_process_is_named_and_mended(
   config: Path, tmp_path: Path, policy: str, is_nan: bool
 ) -> None:
-  with socket.socket() as free:
-    free.bind(("localhost", 0))
-    coordinator = f"localhost:{free.getsockname()[1]}"
   args = tiny_run.arguments(
     "train",
     config,
     tmp_path / "run",
     "--devices=2",
-    f"--coordinator={coordinator}",
-    "--num-processes=2",
     "--config.training_steps=20",
     "--config.evaluation.interval=0",
     "--config.evaluation.batches=1",
@@ -260,16 +252,7 @@ def test_a_replica_of_another_process_is_named_and_mended(
     FLIP_STEP="7",
     FLIP_TO_NAN=f"{is_nan:d}",
   )
-  processes = [
-    subprocess.Popen(
-      [sys.executable, flipped_run.__file__, *args, f"--process-id={i}"],
-      env=env,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-      text=True,
-    )
-    for i in range(2)
-  ]
+  processes = tiny_run.start_job(args, 2, env, [flipped_run.__file__])
   ends = [tiny_run.finish(process) for process in processes]
   says = (
     # A NaN shows at the next update, another value at the next save.

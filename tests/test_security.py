@@ -6,7 +6,6 @@ import os
 import pickle
 import re
 import shutil
-import socket
 from pathlib import Path
 
 import pytest
@@ -139,34 +138,15 @@ LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}
 def test_a_run_listens_on_nothing_and_a_local_job_on_loopback(
   trained: Path, tmp_path: Path, num_processes: int
 ) -> None:
-  with socket.socket() as free:
-    free.bind(("localhost", 0))
-    coordinator = f"localhost:{free.getsockname()[1]}"
   args = tiny_run.arguments(
     "train",
     trained.parent / "config.py",
     tmp_path,
     *(*SHORT, "--config.training_steps=100000"),
   )
-  jobs = [
-    [*args, *flags]
-    for flags in (
-      [[]]
-      if num_processes == 1
-      else [
-        [
-          f"--coordinator={coordinator}",
-          "--num-processes=2",
-          f"--process-id={i}",
-        ]
-        for i in range(2)
-      ]
-    )
-  ]
-  processes = [
-    tiny_run.start(job, tiny_run.environment(trained.parent / "compiled"))
-    for job in jobs
-  ]
+  processes = tiny_run.start_job(
+    args, num_processes, tiny_run.environment(trained.parent / "compiled")
+  )
   try:
     tiny_run.wait_until(
       lambda: 3 in tiny_run.steps(tmp_path, "train"), processes[0]

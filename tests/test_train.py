@@ -7,7 +7,6 @@ import json
 import math
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -15,8 +14,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 import jaxline.train
+import process_job
 import pytest
 import tiny_run
 from tensorboard.backend.event_processing import event_accumulator
@@ -47,17 +46,8 @@ def env(config: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _caching(config: Path) -> Iterator[None]:
-  """Lets the runs in this process share their compiled programs."""
-  values = {
-    "jax_compilation_cache_dir": str(config.parent / "compiled"),
-    "jax_persistent_cache_min_compile_time_secs": 0.0,
-  }
-  before = {name: getattr(jax.config, name) for name in values}
-  for name, value in values.items():
-    jax.config.update(name, value)
-  yield
-  for name, value in before.items():
-    jax.config.update(name, value)
+  with tiny_run.compiling_once(config.parent / "compiled"):
+    yield
 
 
 @pytest.fixture(scope="module")
@@ -244,9 +234,7 @@ def test_two_processes_compute_what_one_does(
   alone = tiny_run.start(
     tiny_run.arguments("train", config, one, *more, "--devices=4"), env
   )
-  with socket.socket() as free:
-    free.bind(("localhost", 0))
-    coordinator = f"localhost:{free.getsockname()[1]}"
+  coordinator = process_job.free_address()
   args = tiny_run.arguments("train", config, two, *more, "--devices=2")
   processes = [
     tiny_run.start(

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import chex
+import exactness_run
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 import reference
+from exactness_run import MODEL, PADDINGS, N, T, V, replicate, shard, update_fn
 
 from distlm import parallel
 from distlm.losses import lm_loss_fn
@@ -26,36 +27,13 @@ from distlm.settings import ModelConfig, OptimizerConfig
 from distlm.types import Batch, LossSums, TrainState
 from distlm.updater import GradientUpdater
 
-# 32 sequences are divided by all layouts: R devices, A accumulation steps.
-NUM_SEQUENCES, T, V, NUM_STEPS = 32, 8, 11, 12
+NUM_STEPS = 12
 KEY = jax.random.PRNGKey(0)
 LAYOUTS = [(r, a) for r in (1, 2, 4, 8) for a in (1, 2, 4)]
-PADDINGS = ("none", "ragged", "empty device", "empty accumulation step")
-MODEL = ModelConfig(2, 2, 16, widening_factor=2, dropout_rate=0.0)
-# The key biases have no gradient but by rounding, which Adam would blow up
-# were its eps not larger. And 1 - b2 is inexact in float32 near b2 = 1.
-OPTIMIZER = OptimizerConfig(
-  learning_rate=0.01,
-  warmup_steps=0,
-  clip_norm=0.1,
-  b1=0.875,
-  b2=0.75,
-  eps=1e-3,
-  weight_decay=0.1,
+OPTIMIZER = dataclasses.replace(
+  exactness_run.OPTIMIZER, warmup_steps=0, clip_norm=0.1
 )
-HYPER = reference.Hyper(
-  num_heads=MODEL.num_heads,
-  tie_embeddings=MODEL.tie_embeddings,
-  learning_rate=OPTIMIZER.learning_rate,
-  warmup_steps=OPTIMIZER.warmup_steps,
-  training_steps=NUM_STEPS,
-  end_learning_rate=0.0,
-  clip_norm=OPTIMIZER.clip_norm,
-  b1=0.875,
-  b2=0.75,
-  eps=1e-3,
-  weight_decay=0.1,
-)
+HYPER = exactness_run.hyper(OPTIMIZER, NUM_STEPS)
 
 every_layout = pytest.mark.parametrize(("num_devices", "num_parts"), LAYOUTS)
 
@@ -85,12 +63,6 @@ def _updater(
 
 
 @functools.cache
-def _update_fn(updater: GradientUpdater) -> Callable[..., Any]:
-  # One function for all tests, so that each layout is compiled once.
-  return parallel.pmap(updater.update, donate_argnums=0)
-
-
-@functools.cache
 def _noisy_params() -> Any:
   """Returns parameters without the zeros and ones of a fresh model."""
   rng = np.random.default_rng(1)
@@ -100,40 +72,24 @@ def _noisy_params() -> Any:
   )
 
 
-def _shard(tree: Any) -> Any:
-  """Puts host arrays [R, ...] on the first R devices.
-
-  Where `parallel.pmap` puts its results too: else the second step would be
-  compiled anew, for its other placement.
-  """
-  devices = jax.devices()[: len(jax.tree.leaves(tree)[0])]
-  mesh = jax.sharding.Mesh(np.array(devices), (parallel.AXIS,))
-  spec = jax.sharding.PartitionSpec(parallel.AXIS)
-  return jax.device_put(tree, jax.sharding.NamedSharding(mesh, spec))
-
-
-def _replicate(tree: Any, num_devices: int) -> Any:
-  return _shard(jax.tree.map(lambda x: np.stack([x] * num_devices), tree))
-
-
 def _start(updater: GradientUpdater, num_devices: int) -> TrainState:
-  return _replicate(updater.start(_noisy_params()), num_devices)
+  return replicate(updater.start(_noisy_params()), num_devices)
 
 
 def _update(updater: GradientUpdater, state: TrainState, batch: Batch) -> Any:
   keys = jax.random.split(KEY, len(batch.mask))
-  return _update_fn(updater)(state, _shard(batch), _shard(keys))
+  return update_fn(updater)(state, shard(batch), shard(keys))
 
 
 def _batch(seed: int, padding: str, num_devices: int, num_parts: int) -> Batch:
   """Returns a global batch as [R, A, B, T]."""
   rng = np.random.default_rng(seed)
   shape = (num_devices, num_parts, -1, T)
-  inputs, targets = rng.integers(V, size=(2, NUM_SEQUENCES, T), dtype=np.int32)
-  mask = np.ones((NUM_SEQUENCES, T), bool)
+  inputs, targets = rng.integers(V, size=(2, N, T), dtype=np.int32)
+  mask = np.ones((N, T), bool)
   if padding == "ragged":
     # Sequences of 0 to T tokens, some padded left, some with holes.
-    mask = np.arange(T) < rng.integers(T + 1, size=(NUM_SEQUENCES, 1))
+    mask = np.arange(T) < rng.integers(T + 1, size=(N, 1))
     mask[1::3] = mask[1::3, ::-1]
     mask &= rng.random(mask.shape) < 0.9
   mask = mask.reshape(shape)
@@ -253,10 +209,10 @@ def test_evaluation_counts_each_token_once(
   num_devices: int, num_parts: int
 ) -> None:
   evaluate = parallel.pmap(_updater().evaluate)
-  params = _replicate(_noisy_params(), num_devices)
+  params = replicate(_noisy_params(), num_devices)
   for padding in PADDINGS:
     batch = _batch(2, padding, num_devices, num_parts)
-    sums = parallel.fetch(evaluate(params, _shard(batch)))
+    sums = parallel.fetch(evaluate(params, shard(batch)))
     loss, num_tokens, num_correct, _ = reference.loss_and_grads(
       _noisy_params(), *batch, HYPER.num_heads, HYPER.tie_embeddings
     )
@@ -296,7 +252,7 @@ def test_a_faked_pmap_without_jit_computes_the_same() -> None:
 
 def test_first_step_of_a_fresh_model_is_as_ever() -> None:
   updater, batch = _updater(), _batch(0, "ragged", 1, 1)
-  state = parallel.pmap(updater.init)(_replicate(KEY, 1))
+  state = parallel.pmap(updater.init)(replicate(KEY, 1))
   scalars = parallel.fetch(_update(updater, state, batch)[1])
   assert float(scalars["loss"]) == pytest.approx(2.394801616668701, rel=1e-6)
   assert float(scalars["grad_norm"]) == pytest.approx(
@@ -323,7 +279,7 @@ def run_with_dropout() -> tuple[list[TrainState], list[int]]:
     loss_fn=loss_fn,
     optimizer=make_optimizer(OPTIMIZER, updater.schedule),
   )
-  states, traces = [parallel.pmap(counting.init)(_replicate(KEY, 8))], [0]
+  states, traces = [parallel.pmap(counting.init)(replicate(KEY, 8))], [0]
   for step in range(5):
     batch = _batch(step, "ragged", 8, 2)
     states.append(_update(counting, states[-1], batch)[0])

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import jax
 import planted_faults
 import pytest
 import tiny_run
@@ -40,18 +39,12 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", autouse=True)
 def _caching(config: Path) -> Iterator[None]:
   """Lets runs share compiled programs; a fault changes the program's key."""
-  values = {
-    "jax_compilation_cache_dir": str(config.parent / "compiled"),
-    "jax_persistent_cache_min_compile_time_secs": 0.0,
+  with tiny_run.compiling_once(
+    config.parent / "compiled",
     # Most of the time goes into compiling, the least into computing.
-    "jax_disable_most_optimizations": True,
-  }
-  before = {name: jax.config.values[name] for name in values}
-  for name, value in values.items():
-    jax.config.update(name, value)
-  yield
-  for name, value in before.items():
-    jax.config.update(name, value)
+    jax_disable_most_optimizations=True,
+  ):
+    yield
 
 
 @pytest.fixture(autouse=True)

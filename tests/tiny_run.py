@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
+import process_job
 import pytest
 
+from distlm import checkpoint as checkpoints
 from distlm import cli
 from distlm.writers import read_metrics
 
@@ -76,14 +78,60 @@ def environment(cache: Path | None, **more: str) -> dict[str, str]:
   return {**env, **more}
 
 
-def start(args: Sequence[str], env: dict[str, str]) -> subprocess.Popen[str]:
+def start(
+  args: Sequence[str],
+  env: dict[str, str],
+  program: Sequence[str] = ("-m", "distlm"),
+) -> subprocess.Popen[str]:
   return subprocess.Popen(
-    [sys.executable, "-m", "distlm", *args],
+    [sys.executable, *program, *args],
     env=env,
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
     text=True,
   )
+
+
+def start_job(
+  args: Sequence[str],
+  num_processes: int,
+  env: dict[str, str],
+  program: Sequence[str] = ("-m", "distlm"),
+) -> list[subprocess.Popen[str]]:
+  """Starts the processes of a job on this machine, one by itself or more."""
+  if num_processes == 1:
+    return [start(args, env, program)]
+  job = [
+    f"--coordinator={process_job.free_address()}",
+    f"--num-processes={num_processes}",
+  ]
+  return [
+    start([*args, *job, f"--process-id={index}"], env, program)
+    for index in range(num_processes)
+  ]
+
+
+@contextlib.contextmanager
+def compiling_once(directory: Path, **more: Any) -> Iterator[None]:
+  """Lets the runs in this process share their compiled programs.
+
+  Args:
+    directory: where they are kept.
+    **more: further settings of JAX for as long.
+  """
+  values = {
+    "jax_compilation_cache_dir": str(directory),
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    **more,
+  }
+  before = {name: jax.config.values[name] for name in values}
+  for name, value in values.items():
+    jax.config.update(name, value)
+  try:
+    yield
+  finally:
+    for name, value in before.items():
+      jax.config.update(name, value)
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
@@ -165,20 +213,8 @@ def checkpoint(workdir: Path, series: str = "latest") -> dict[str, Any]:
   """Returns all that the newest checkpoint of a series holds, by path."""
   step = saved_steps(workdir, series)[-1]
   directory = workdir.absolute() / "checkpoints" / series / f"{step}"
-  with ocp.Checkpointer(
-    ocp.CompositeCheckpointHandler(
-      arrays=ocp.StandardCheckpointHandler(),
-      metadata=ocp.JsonCheckpointHandler(),
-    )
-  ) as checkpointer:
-    restored = checkpointer.restore(
-      directory,
-      args=ocp.args.Composite(
-        arrays=ocp.args.StandardRestore(), metadata=ocp.args.JsonRestore()
-      ),
-    )
-  leaves = jax.tree_util.tree_leaves_with_path(restored["arrays"])
-  metadata = restored["metadata"]
+  arrays, metadata = checkpoints.read(directory)
+  leaves = jax.tree_util.tree_leaves_with_path(arrays)
   return {
     **{jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves},
     **{name: metadata[name] for name in ("state", "attributes")},

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -87,26 +84,14 @@ def differing(found: Report) -> tuple[str, ...]:
 
 def run_job(config: Path, *program: str) -> list[tuple[int, str, str]]:
   """Runs verify in 2 processes of 2 devices; returns code, output, errors."""
-  with socket.socket() as free:
-    free.bind(("localhost", 0))
-    coordinator = f"localhost:{free.getsockname()[1]}"
   args = [
     *("verify", f"--config={config}", *FLAGS, "--devices=2"),
-    *(f"--coordinator={coordinator}", "--num-processes=2"),
     "--steps=2",
   ]
-  processes = [
-    subprocess.Popen(
-      [sys.executable, *program, *args, f"--process-id={index}"],
-      env=tiny_run.environment(
-        config.parent / "compiled", JAX_DISABLE_MOST_OPTIMIZATIONS="1"
-      ),
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-      text=True,
-    )
-    for index in range(2)
-  ]
+  env = tiny_run.environment(
+    config.parent / "compiled", JAX_DISABLE_MOST_OPTIMIZATIONS="1"
+  )
+  processes = tiny_run.start_job(args, 2, env, program)
   try:
     return [tiny_run.finish(process) for process in processes]
   finally:
