@@ -12,8 +12,12 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from distlm import cluster
 from distlm.errors import RunError, UsageError
+from distlm.rendezvous import Meeting
 
+# Beyond it, fake CPU devices wait for ever in their first collective.
+_MAX_DEVICES = 256
 _CONFIG_PREFIX = "--config."
 _USAGE_CODE, _FAILURE_CODE, _INTERRUPT_CODE = 2, 1, 130
 
@@ -48,37 +52,76 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(f"--{name}", action="store_true", help=text)
 
 
-def add_job_arguments(parser: argparse.ArgumentParser) -> None:
+def add_job_arguments(
+  parser: argparse.ArgumentParser, config_required: bool = True
+) -> None:
   """Adds the flags of the config, the devices and the processes."""
   parser.epilog = (
     "Any setting of the config file: --config.KEY=VALUE, such as"
     " --config.model.num_layers=6"
   )
   parser.add_argument(
-    "--config", required=True, help="a Python file with get_config()"
+    "--config",
+    required=config_required,
+    help="a Python file with get_config()",
   )
+  # argparse converts the texts of the environment.
   parser.add_argument(
     "--devices",
     type=int,
-    help="how many devices; on a machine without accelerators, fake CPU ones",
+    default=os.environ.get("DISTLM_DEVICES"),
+    help="how many devices of this process; on a machine without accelerators,"
+    " fake CPU ones",
   )
-  # A job of several processes; argparse converts the texts of the environment.
   parser.add_argument(
     "--coordinator",
-    default=os.environ.get("DISTLM_COORDINATOR"),
-    help="host:port on which process 0 of several listens",
+    help="host:port on which process 0 of several listens; by default"
+    " DISTLM_COORDINATOR, else what SLURM, Open MPI, Cloud TPU or Kubernetes"
+    " say",
   )
   parser.add_argument(
     "--num-processes",
     type=int,
-    default=os.environ.get("DISTLM_NUM_PROCESSES"),
-    help="processes of the job",
+    help="processes of the job; by default DISTLM_NUM_PROCESSES, else as above",
   )
   parser.add_argument(
     "--process-id",
     type=int,
-    default=os.environ.get("DISTLM_PROCESS_ID"),
-    help="which of them this one is, from 0",
+    help="which of them this one is, from 0; by default DISTLM_PROCESS_ID, else"
+    " as above",
+  )
+  parser.add_argument(
+    "--start-timeout",
+    type=float,
+    metavar="SECS",
+    default=os.environ.get("DISTLM_START_TIMEOUT", "300"),
+    help="how long to wait for the other processes (default: %(default)s)",
+  )
+
+
+def find_meeting(args: argparse.Namespace) -> Meeting:
+  """Returns the meeting of the job that this process belongs to.
+
+  Args:
+    args: with the flags of `add_job_arguments`.
+
+  Raises:
+    UsageError: if one of them cannot work.
+  """
+  if args.devices is not None and not 1 <= args.devices <= _MAX_DEVICES:
+    raise UsageError(
+      f"--devices={args.devices}: it must be 1 or more, and at most"
+      f" {_MAX_DEVICES}"
+    )
+  if not args.start_timeout > 0:
+    raise UsageError(
+      f"--start-timeout={args.start_timeout:g}: it must be positive"
+    )
+  return Meeting(
+    cluster.find_process(
+      args.coordinator, args.num_processes, args.process_id, os.environ
+    ),
+    args.start_timeout,
   )
 
 

@@ -25,7 +25,7 @@ from jaxline import base_config
 from ml_collections import config_dict
 
 from distlm.errors import UsageError
-from distlm.settings import Rule, RunConfig
+from distlm.settings import RUNNER_SETTINGS, Rule, RunConfig, flatten
 
 # Settings of JAXline that are not distlm's, and what decides them.
 _REPLACED = {
@@ -172,7 +172,7 @@ def apply_overrides(
 
 
 def _unknown_key(key: str, config: config_dict.ConfigDict) -> UsageError:
-  known = [name for name, _ in _flatten(config.to_dict())]
+  known = [name for name, _ in flatten(config.to_dict())]
   if key in _REPLACED:
     return UsageError(
       f"config.{key}: distlm does not use this setting of JAXline; what decides"
@@ -243,7 +243,7 @@ def parse_config(config: config_dict.ConfigDict) -> RunConfig:
   Raises:
     UsageError: naming the first setting that cannot work.
   """
-  values = dict(_flatten(config.to_dict()))
+  values = dict(flatten(config.to_dict()))
   for key in values:
     if key not in _schema():
       raise _unknown_key(key, get_base_config())
@@ -300,16 +300,6 @@ def _build(config_class: Any, values: Mapping[str, Any], prefix: str) -> Any:
   )
 
 
-def _flatten(
-  values: Mapping[str, Any], prefix: str = ""
-) -> Iterator[tuple[str, Any]]:
-  for key, value in values.items():
-    if isinstance(value, Mapping):
-      yield from _flatten(value, f"{prefix}{key}.")
-    else:
-      yield f"{prefix}{key}", value
-
-
 def differing_keys(
   ours: Mapping[str, Any], theirs: Mapping[str, Any]
 ) -> list[str]:
@@ -319,14 +309,14 @@ def differing_keys(
     ours: nested settings, as `RunConfig.to_dict` gives them.
     theirs: the settings that a run was started with.
   """
-  flat_ours, flat_theirs = dict(_flatten(ours)), dict(_flatten(theirs))
+  flat_ours, flat_theirs = dict(flatten(ours)), dict(flatten(theirs))
   return [
     f"{key}: {flat_theirs.get(key)!r} -> {flat_ours.get(key)!r}"
     for key in sorted(flat_ours | flat_theirs)
     if flat_ours.get(key) != flat_theirs.get(key)
     and not (key in _schema() and _schema()[key].is_mutable)
     # Of other experiments: JAXline's intervals and the runner's.
-    and key not in (*_REPLACED, "evaluation_interval", "replica_check_interval")
+    and key not in (*_REPLACED, *RUNNER_SETTINGS)
   ]
 
 

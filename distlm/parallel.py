@@ -6,10 +6,10 @@ the devices of this process; a sharded value has different rows there.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -20,8 +20,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from distlm import bits
-from distlm.errors import UsageError
+from distlm import bits, cluster, rendezvous, xla_flags
+from distlm.cluster import ProcessSpec
+from distlm.errors import RunError, UsageError
 
 T = TypeVar("T")
 
@@ -34,17 +35,15 @@ AXIS = "i"
 # the process after 40 s.
 _MIN_POOL_THREADS = 16
 _POOL_THREADS_PER_DEVICE = 8
-# Beyond it, fake devices wait for ever in their first collective.
-_MAX_FAKE_DEVICES = 256
+# JAX's 100 s is long for those who wait; its heartbeats need no Python.
+_HEARTBEAT_SECS = 30
 
 _limit: int | None = None  # See `first_devices`.
 
 
 def start(
   num_devices: int | None = None,
-  coordinator: str | None = None,
-  num_processes: int | None = None,
-  process_id: int | None = None,
+  spec: ProcessSpec = cluster.ONE_PROCESS,
   num_fake_devices: int = 1,
 ) -> None:
   """Makes the devices of this process and joins it to its job.
@@ -54,45 +53,22 @@ def start(
   Args:
     num_devices: the number of fake CPU devices to make or, on a machine with
       accelerators, the number of them to use. None: `num_fake_devices`, or all
-      accelerators.
-    coordinator: host:port on which process 0 listens, for a job of several
-      processes.
-    num_processes: the number of processes of the job.
-    process_id: this one's, from 0.
+      accelerators that are this process's.
+    spec: which process of which job this is.
     num_fake_devices: see `num_devices`.
 
   Raises:
-    UsageError: if there are not so many devices, or a number does not fit.
+    UsageError: if there are not so many devices, or the processes have
+      different numbers of them.
   """
-  if num_devices is not None and num_devices < 1:
-    raise UsageError(f"--devices={num_devices}: it must be 1 or more")
-  _set_device_count(num_devices, num_fake_devices)
-  if (coordinator, num_processes, process_id) != (None, None, None):
-    if coordinator is None or num_processes is None or process_id is None:
-      raise UsageError(
-        f"--coordinator={coordinator}, --num-processes={num_processes},"
-        f" --process-id={process_id}: a job of several processes needs all"
-        " three; a job of one process none"
-      )
-    if not 0 <= process_id < num_processes:
-      raise UsageError(
-        f"--process-id={process_id}: it must be from 0 to"
-        f" {num_processes - 1}, one less than --num-processes"
-      )
-    if not re.fullmatch(r".+:\d+", coordinator):
-      raise UsageError(
-        f"--coordinator={coordinator}: it must be HOST:PORT, the same for all"
-        " processes"
-      )
-    jax.distributed.initialize(
-      coordinator,
-      num_processes,
-      process_id,
-      coordinator_bind_address=_bind_address(coordinator),
-    )
+  _set_device_count(num_devices, num_fake_devices, spec)
+  xla_flags.apply(os.environ)
+  if spec.coordinator is not None:
+    _join(spec, spec.coordinator)
   try:
     found = jax.local_device_count()
-  except RuntimeError as error:
+  # JAX asserts that it finds the platform that it is told to use.
+  except (RuntimeError, AssertionError) as error:
     raise UsageError(
       f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}: JAX cannot use its"
       f" devices ({error}); mend it or unset it"
@@ -102,37 +78,60 @@ def start(
       f"--devices={num_devices}: this process has {found}"
       f" {jax.default_backend()} device(s); ask for at most {found}"
     )
-  if found > _MAX_FAKE_DEVICES and jax.default_backend() == "cpu":
-    raise UsageError(
-      f"--devices={found}: XLA runs at most {_MAX_FAKE_DEVICES} fake CPU"
-      " devices; ask for fewer"
+  _check_equal_counts()
+
+
+def _join(spec: ProcessSpec, coordinator: str) -> None:
+  bind = rendezvous.bind_address(coordinator)
+  try:
+    jax.distributed.initialize(
+      coordinator,
+      spec.num_processes,
+      spec.process_id,
+      coordinator_bind_address=bind and _join_address(*bind),
+      cluster_detection_method="deactivate",
+      heartbeat_timeout_seconds=_HEARTBEAT_SECS,
     )
+  except RuntimeError as error:
+    raise RunError(
+      f"--coordinator={coordinator}: JAX could not join process"
+      f" {spec.process_id} to the job ({error}); look at the errors of the"
+      " others"
+    ) from error
 
 
-def _set_device_count(num_devices: int | None, num_fake_devices: int) -> None:
+def _check_equal_counts() -> None:
+  counts = collections.Counter(d.process_index for d in jax.devices())
+  for process_id in range(jax.process_count()):
+    if counts[process_id] != counts[0]:
+      raise UsageError(
+        f"--devices: process {process_id} has {counts[process_id]} device(s),"
+        f" process 0 has {counts[0]}; give all processes the same number"
+      )
+
+
+def _set_device_count(
+  num_devices: int | None, num_fake_devices: int, spec: ProcessSpec
+) -> None:
   num_cpu_devices = num_devices or num_fake_devices
   threads = max(_MIN_POOL_THREADS, _POOL_THREADS_PER_DEVICE * num_cpu_devices)
   os.environ.setdefault("NPROC", str(threads))
   if num_cpu_devices > 1:
     jax.config.update("jax_num_cpu_devices", num_cpu_devices)
-  if num_devices is None:
-    return
-  # All are ignored by a backend that is not there.
-  first = ",".join(str(i) for i in range(num_devices))
-  jax.config.update("jax_cuda_visible_devices", first)
-  jax.config.update("jax_rocm_visible_devices", first)
-  os.environ.setdefault("TPU_VISIBLE_CHIPS", first)
+  # All below are ignored by a backend that is not there.
+  num_gpus = cluster.count_visible_gpus(os.environ)
+  gpus = cluster.local_gpu_ids(spec, num_gpus, num_devices, os.environ)
+  if gpus is not None:
+    visible = ",".join(map(str, gpus))
+    jax.config.update("jax_cuda_visible_devices", visible)
+    jax.config.update("jax_rocm_visible_devices", visible)
+  if num_devices is not None:
+    first = ",".join(map(str, range(num_devices)))
+    os.environ.setdefault("TPU_VISIBLE_CHIPS", first)
 
 
-def _bind_address(coordinator: str) -> str | None:
-  """Returns where process 0 listens; None leaves it to JAX: everywhere.
-
-  A job of one machine is nobody else's business.
-  """
-  host, _, port = coordinator.rpartition(":")
-  if host == "localhost" or host.startswith("127."):
-    return f"127.0.0.1:{port}"
-  return coordinator if host == "[::1]" else None
+def _join_address(host: str, port: int) -> str:
+  return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def process_index() -> int:

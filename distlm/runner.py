@@ -12,11 +12,10 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,25 +25,24 @@ from absl import flags
 from jaxline import base_config
 from ml_collections import config_dict
 
-from distlm import arguments, loop, parallel
+from distlm import arguments, facts, loop, parallel
 from distlm import workdir as workdirs
 from distlm.checkpoint import DiskCheckpointer
 from distlm.config import apply_overrides, load_config_file
 from distlm.console import Console
 from distlm.disk import disk_errors_in_one_line
 from distlm.errors import RunError, UsageError
+from distlm.evaluation import Evaluation, read_best
 from distlm.logfile import logging_to_file
 from distlm.loop import ExperimentFactory, Job
 from distlm.profiling import TraceWindow
 from distlm.replicas import ReplicaCheck
 from distlm.saving import Saver
-from distlm.settings import ReplicaCheckConfig
+from distlm.settings import RUNNER_SETTINGS, ReplicaCheckConfig
 from distlm.stop import StopRequest
-from distlm.workdir import check_mode
+from distlm.watchdog import Watchdog
+from distlm.workdir import check_mode, claim
 from distlm.writers import RunWriter
-
-# What a config file may set beside JAXline's settings, in steps.
-_INTERVALS = ("evaluation_interval", "replica_check_interval")
 
 
 def main(
@@ -59,7 +57,8 @@ def main(
 
   The config file gives what `jaxline.base_config` has. It may set
   `config.evaluation_interval`, for the mode "train_eval", and
-  `config.replica_check_interval`, both in steps; see `Job`.
+  `config.replica_check_interval`, both in steps, and
+  `config.watchdog_seconds`; see `Job`.
 
   Args:
     experiment_class: any JAXline experiment.
@@ -75,52 +74,60 @@ def main(
     arguments.add_mode_argument(parser, default="train")
     arguments.add_once_argument(parser)
     args = parser.parse_args(others)
-    config = load_config_file(args.config)
-    with config.unlocked():
-      for key in _INTERVALS:
-        config[key] = config.get(key, 0)
-    apply_overrides(config, overrides)
-    for key in _INTERVALS:
-      if type(config[key]) is not int or config[key] < 0:
-        raise UsageError(f"config.{key}={config[key]!r}: it must be 0 or more")
-    try:
-      base_config.validate_config(config)
-    except ValueError as error:
-      raise UsageError(f"--config={args.config}: {error}") from error
-    settings = json.loads(config.to_json_best_effort())
-    config.one_off_evaluate = args.once
-    check_mode(Path(args.workdir), args.jaxline_mode, args.once)
-    parallel.start(
-      args.devices, args.coordinator, args.num_processes, args.process_id
-    )
-    set_jaxline_flags(args)
-    with claim(Path(args.workdir), settings, args.jaxline_mode, args.once):
+    mode, workdir = args.jaxline_mode, Path(args.workdir)
+    meeting = arguments.find_meeting(args)
+    with contextlib.ExitStack() as stack:
+      with meeting.attended():
+        config = _read_config(args.config, overrides)
+        settings = json.loads(config.to_json_best_effort())
+        config.one_off_evaluate = args.once
+        check_mode(workdir, mode, args.once)
+        if meeting.is_first:
+          stack.enter_context(claim(workdir, settings, mode, args.once))
+        program = Path(sys.argv[0])
+        code = facts.fingerprint([program] if program.is_file() else [])
+        more = {"--jaxline_mode": mode, "the program": code}
+        meeting.compare(facts.of_run(settings, args.devices, more))
+      parallel.start(args.devices, meeting.spec)
+      set_jaxline_flags(args)
       job = Job(
         experiment_class,
         config,
-        Path(args.workdir),
+        workdir,
         settings,
         evaluation_interval=config.evaluation_interval,
         replica_check=ReplicaCheckConfig(config.replica_check_interval),
+        watchdog_secs=config.watchdog_seconds,
       )
-      arguments.exit_as_asked(args, run(job, args.jaxline_mode))
+      stopped_by = run(job, mode)
+    arguments.exit_as_asked(args, stopped_by)
 
   arguments.run_command(command)
+
+
+def _read_config(
+  path: str, overrides: Sequence[tuple[str, str]]
+) -> config_dict.ConfigDict:
+  """Returns the checked configuration of any JAXline experiment."""
+  config = load_config_file(path)
+  with config.unlocked():
+    for key, default in RUNNER_SETTINGS.items():
+      config[key] = config.get(key, default)
+  apply_overrides(config, overrides)
+  for key in RUNNER_SETTINGS:
+    if type(config[key]) is not int or config[key] < 0:
+      raise UsageError(f"config.{key}={config[key]!r}: it must be 0 or more")
+  try:
+    base_config.validate_config(config)
+  except ValueError as error:
+    raise UsageError(f"--config={path}: {error}") from error
+  return config
 
 
 def set_jaxline_flags(args: argparse.Namespace) -> None:
   """Hands the debugging flags of `arguments.add_run_arguments` to JAXline."""
   for name in ("jaxline_disable_pmap_jit", "jaxline_post_mortem"):
     setattr(flags.FLAGS, name, getattr(args, name))
-
-
-def claim(
-  workdir: Path, settings: Mapping[str, Any], mode: str, once: bool
-) -> contextlib.AbstractContextManager[None]:
-  """Holds a directory for the job; process 0 does it for all processes."""
-  if parallel.process_index() == 0:
-    return workdirs.claim(workdir, settings, mode, once)
-  return contextlib.nullcontext()
 
 
 def run(job: Job, mode: str) -> int:
@@ -212,21 +219,24 @@ def _evaluate(job: Job, checkpointer: DiskCheckpointer, mode: str) -> int:
 
 def _train(job: Job, checkpointer: DiskCheckpointer, mode: str) -> int:
   start_time = time.monotonic()
-  resume_step = _find_start(job, checkpointer)
   state = checkpointer.get_experiment_state("latest")
   config = config_dict.ConfigDict(job.config)
   config.save_checkpoint_interval = 0  # See PeriodicSaving.
   with contextlib.ExitStack() as stack:
+    watchdog = stack.enter_context(_make_watchdog(job))
+    resume_step = _find_start(job, checkpointer)
     stop = stack.enter_context(StopRequest())
     console = stack.enter_context(contextlib.closing(Console()))
     writer = stack.enter_context(_open_writer(job, console, resume_step, mode))
     stack.callback(loop.call_if_defined, state, "close")
     check = ReplicaCheck(state, **dataclasses.asdict(job.replica_check))
-    saver = _make_saver(job, checkpointer, check)
+    saver = _make_saver(job, checkpointer, check, watchdog)
     actions: list[Any] = [loop.StartSummary(job, state, console)]
-    last_actions: list[Any] = [check]
+    last_actions: list[Any] = [loop.Progress(watchdog), check]
     if mode == "train_eval":
-      last_actions.append(loop.Evaluation(job, checkpointer, saver, writer))
+      last_actions.append(
+        Evaluation(job, checkpointer, saver, writer, watchdog)
+      )
     if parallel.process_index() == 0:
       actions.append(stack.enter_context(_make_trace(job, console)))
     # JAXline fails on the None that turns its rows off, if it has a writer.
@@ -246,16 +256,23 @@ def _train(job: Job, checkpointer: DiskCheckpointer, mode: str) -> int:
     )
     if writer is not None:
       writer.raise_if_failed()
-      rows = _closing_rows(job, state, loop.read_best(checkpointer))
-      secs = time.monotonic() - start_time
+      rows = loop.closing_rows(job, state, read_best(checkpointer), start_time)
       console.finish(
-        "finished" if _is_over(job, state) else "stopped",
-        [*rows, ("wall time", f"{secs:.1f} s")],
+        "finished" if loop.is_over(job, state) else "stopped", rows
       )
   if not stop.signal and parallel.process_count() > 1:
     # It may have come to another process.
-    return 0 if _is_over(job, state) else signal.SIGTERM
+    return 0 if loop.is_over(job, state) else signal.SIGTERM
   return stop.signal
+
+
+def _make_watchdog(job: Job) -> Watchdog:
+  return Watchdog(
+    job.watchdog_secs,
+    job.workdir,
+    parallel.process_index(),
+    parallel.process_count(),
+  )
 
 
 def _make_trace(job: Job, console: Console) -> TraceWindow:
@@ -267,7 +284,10 @@ def _make_trace(job: Job, console: Console) -> TraceWindow:
 
 
 def _make_saver(
-  job: Job, checkpointer: DiskCheckpointer, check: ReplicaCheck
+  job: Job,
+  checkpointer: DiskCheckpointer,
+  check: ReplicaCheck,
+  watchdog: Watchdog,
 ) -> Saver:
   state = checkpointer.get_experiment_state("latest")
 
@@ -276,12 +296,11 @@ def _make_saver(
     loop.call_if_defined(state, "pause")
 
   return Saver(
-    checkpointer, [settle_last_step, check.check_now], job.on_save_error
+    checkpointer,
+    [settle_last_step, check.check_now],
+    job.on_save_error,
+    watchdog,
   )
-
-
-def _is_over(job: Job, state: Any) -> bool:
-  return bool(state.global_step >= job.config.training_steps)
 
 
 def _find_start(job: Job, checkpointer: DiskCheckpointer) -> int | None:
@@ -322,29 +341,6 @@ def _open_writer(
     job.workdir, resume_step, console.log_scalars, splits=mode.split("_")
   ) as writer:
     if mode != "eval":
+      workdirs.write_settings(job.workdir, job.settings)
       writer.write_config(job.settings)
     yield writer
-
-
-def _closing_rows(
-  job: Job, state: Any, best: Mapping[str, Any]
-) -> list[tuple[str, str]]:
-  done = f"{state.global_step:,} of {job.config.training_steps:,}"
-  if not _is_over(job, state):
-    done += "; saved, the same command goes on from here"
-  rows = [("steps", done), *(loop.call_if_defined(state, "closing_rows") or [])]
-  if best:
-    rows.append(
-      (
-        f"best {job.config.best_model_eval_metric}",
-        f"{best['best_eval_metric_value']:.4f} at step"
-        f" {best['global_step']:,}: {job.workdir / 'checkpoints' / 'best'}",
-      )
-    )
-  return [
-    *rows,
-    (
-      "curves",
-      f"tensorboard --logdir {shlex.quote(str(job.workdir / 'tensorboard'))}",
-    ),
-  ]

@@ -13,6 +13,7 @@ from distlm import parallel
 from distlm.checkpoint import DiskCheckpointer
 from distlm.console import warn
 from distlm.errors import SaveError
+from distlm.watchdog import Watchdog
 
 
 class Saver:
@@ -23,6 +24,7 @@ class Saver:
     checkpointer: DiskCheckpointer,
     checks: Sequence[Callable[[int], None]],
     on_error: str,
+    watchdog: Watchdog,
   ) -> None:
     """Saves nothing yet.
 
@@ -32,10 +34,12 @@ class Saver:
         what went wrong in the steps so far.
       on_error: what a save that cannot be written does: "abort" raises it,
         "continue" warns, and the next save tries again.
+      watchdog: of the run.
     """
     self._checkpointer = checkpointer
     self._checks = checks
     self._on_error = on_error
+    self._watchdog = watchdog
 
   def settle(self, step: int) -> None:
     """Raises what went wrong in the steps so far; on all processes."""
@@ -51,15 +55,16 @@ class Saver:
     Raises:
       RunError: if something is wrong with the run, or the save is to end it.
     """
-    self.settle(step)
-    try:
-      if parallel.process_index() == 0:
-        self._checkpointer.save(ckpt_series)
-    except SaveError as error:
-      if self._on_error == "abort":
-        raise
-      warn(f"{error}; training goes on, and the next save tries again")
-      return False
+    with self._watchdog.doing("save", step):
+      self.settle(step)
+      try:
+        if parallel.process_index() == 0:
+          self._checkpointer.save(ckpt_series)
+      except SaveError as error:
+        if self._on_error == "abort":
+          raise
+        warn(f"{error}; training goes on, and the next save tries again")
+        return False
     return True
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from distlm.errors import UsageError
@@ -19,6 +19,13 @@ RANDOM_MODES = (
   "same_host_unique_device",
   "same_host_same_device",
 )
+# What the config of any other experiment may set beside JAXline's settings, in
+# steps and seconds, with the defaults.
+RUNNER_SETTINGS = {
+  "evaluation_interval": 0,
+  "replica_check_interval": 0,
+  "watchdog_seconds": 300,
+}
 # Settings that only some optimizers read.
 OPTIMIZER_SETTINGS = {
   "adamw": ("b1", "b2", "eps", "weight_decay"),
@@ -176,6 +183,13 @@ class ReplicaCheckConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class WatchdogConfig:
+  """When a run that does not get on is ended; see `distlm.watchdog`."""
+
+  seconds: float = _setting(300.0, _NOT_NEGATIVE, is_mutable=True)  # 0: never
+
+
+@dataclasses.dataclass(frozen=True)
 class ProfileConfig:
   """Which steps to trace, and whether to write the device memory profile."""
 
@@ -205,6 +219,7 @@ class RunConfig:
   evaluation: EvaluationConfig = EvaluationConfig()
   checkpoint: CheckpointConfig = CheckpointConfig()
   replica_check: ReplicaCheckConfig = ReplicaCheckConfig()
+  watchdog: WatchdogConfig = WatchdogConfig()
   profile: ProfileConfig = ProfileConfig()
   accumulation_steps: int = _setting(1, _POSITIVE)
   # What an update whose loss or gradient is not finite does to the run.
@@ -251,3 +266,14 @@ class RunConfig:
     """Returns the settings as nested dictionaries of JSON types."""
     nested: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
     return nested
+
+
+def flatten(
+  values: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+  """Yields (dotted key, value) of nested settings."""
+  for key, value in values.items():
+    if isinstance(value, Mapping):
+      yield from flatten(value, f"{prefix}{key}.")
+    else:
+      yield f"{prefix}{key}", value

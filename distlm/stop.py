@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from types import FrameType
 from typing import Any
 
 from distlm import parallel
+
+_ONE_REQUEST_SECS = 1.0
 
 
 class StopRequest:
@@ -23,6 +26,7 @@ class StopRequest:
 
   def __init__(self) -> None:
     self.signal = 0  # that asked to stop
+    self._time = 0.0  # when it did
     self._previous: dict[int, Any] = {}
 
   @property
@@ -46,9 +50,14 @@ class StopRequest:
 
   def _handle(self, number: int, frame: FrameType | None) -> None:
     del frame
+    now = time.monotonic()
     if self.is_requested:
+      # A scheduler may tell this process and the one that started it, which
+      # passes it on: that is one request, not two.
+      if number == signal.SIGTERM and now - self._time < _ONE_REQUEST_SECS:
+        return
       os._exit(128 + number)
-    self.signal = number
+    self.signal, self._time = number, now
     os.write(2, b"\nstopping after this step; again to leave at once\n")
     if parallel.process_count() > 1:
       os.kill(os.getpid(), signal.SIGTERM)

@@ -26,6 +26,8 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 
+from distlm.settings import flatten
+
 METRICS_FILE = "metrics.jsonl"
 SPLITS = ("train", "eval")
 
@@ -126,7 +128,8 @@ class RunWriter:
     # Not `add_hparams`: it makes a run of its own in a subdirectory. The end
     # of the session is left open, since the run can still fail.
     experiment, session_start, _ = summaries.hparams(
-      dict(_flatten(config)), {"loss": 0.0}
+      {key: _hyperparameter(value) for key, value in flatten(config)},
+      {"loss": 0.0},
     )
     with self._failing():
       for summary in (text, experiment, session_start):
@@ -299,14 +302,6 @@ def _json_value(value: Any) -> Any:
   return "Infinity" if value > 0 else "-Infinity"
 
 
-def _flatten(
-  config: Mapping[str, Any], prefix: str = ""
-) -> Iterator[tuple[str, bool | float | str]]:
-  """Yields settings under dotted keys, as types that hparams knows."""
-  for key, value in config.items():
-    if isinstance(value, Mapping):
-      yield from _flatten(value, f"{prefix}{key}.")
-    elif isinstance(value, (bool, int, float, str)):
-      yield f"{prefix}{key}", value
-    else:
-      yield f"{prefix}{key}", str(value)
+def _hyperparameter(value: Any) -> bool | float | str:
+  """Returns a setting as a type that hparams knows."""
+  return value if isinstance(value, (bool, int, float, str)) else str(value)

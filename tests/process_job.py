@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from distlm import parallel
+from distlm.cluster import ProcessSpec
 
 _TIMEOUT_SECS = 180
 _POLL_SECS = 0.05
@@ -33,7 +34,8 @@ def join(compute: Callable[[int], Arrays]) -> None:
   output, num_devices, coordinator, num_processes, process_id = sys.argv[1:]
   try:
     parallel.start(
-      int(num_devices), coordinator, int(num_processes), int(process_id)
+      int(num_devices),
+      ProcessSpec(coordinator, int(num_processes), int(process_id)),
     )
     np.savez(output, **compute(int(num_devices)))
   except BaseException:

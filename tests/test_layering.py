@@ -19,8 +19,10 @@ PACKAGE = Path(distlm.__file__).parent
 # modules of a package are one unit, free among themselves.
 ROWS = (
   {"errors", "types", "atomic", "bits"},
-  {"settings"},
-  {"config", "arguments"},
+  {"settings", "schedulers", "xla_flags", "prefixed_output"},
+  {"cluster", "supervision"},
+  {"rendezvous"},
+  {"config", "arguments", "facts"},
   {
     "parallel",
     "model",
@@ -34,6 +36,8 @@ ROWS = (
     "profiling",
     "checksums",
     "disk",
+    "watchdog",
+    "launcher",
   },
   {
     *("updater", "workdir", "series", "replicas", "nonfinite"),
@@ -42,8 +46,9 @@ ROWS = (
   {"checkpoint", "language_model"},
   {"experiment", "saving", "contents"},
   {"loop"},
+  {"evaluation"},
   {"runner"},
-  {"verify", "inspection"},
+  {"verify", "inspection", "doctor"},
   {"cli"},
   {"__main__"},
 )

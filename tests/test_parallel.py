@@ -19,6 +19,7 @@ import optax
 import pytest
 
 from distlm import parallel
+from distlm.cluster import ONE_PROCESS, ProcessSpec
 from distlm.losses import lm_loss_fn
 from distlm.optimizer import make_optimizer
 from distlm.settings import RANDOM_MODES, OptimizerConfig
@@ -208,28 +209,6 @@ def test_keys_differ_over_parts_and_as_jaxline_promises(mode: str) -> None:
   assert (of_hosts[0] != of_hosts[1]).all() == is_unique_host
 
 
-@pytest.mark.parametrize(
-  ("arguments", "message"),
-  [
-    ("0", "--devices=0: it must be 1 or more"),
-    ("-2", "--devices=-2: it must be 1 or more"),
-    ("1, 'localhost:1'", "needs all three"),
-    ("1, None, 2, 0", "--coordinator=None.*needs all three"),
-    ("1, 'localhost:1', 2", "--process-id=None: .*needs all three"),
-    ("1, 'localhost:1', 2, 2", "--process-id=2: it must be from 0 to 1"),
-    ("1, 'localhost:1', 2, -1", "--process-id=-1: it must be from 0 to 1"),
-  ],
-)
-def test_start_refuses_what_cannot_work(arguments: str, message: str) -> None:
-  code = f"""
-import pytest
-from distlm import errors, parallel
-with pytest.raises(errors.UsageError, match={message!r}):
-  parallel.start({arguments})
-"""
-  _outputs(_python(code))
-
-
 @pytest.mark.parametrize("num_devices", [3, None])
 def test_start_makes_fake_devices(num_devices: int | None) -> None:
   code = f"""
@@ -247,8 +226,8 @@ def train(
   path: str, num_devices: int, port: int, num_processes: int, process_id: int
 ) -> None:
   """Trains on this process' devices of 4 and saves all its replicas."""
-  job = (f"127.0.0.1:{port}", num_processes, process_id)
-  parallel.start(num_devices, *(job if num_processes > 1 else ()))
+  job = ProcessSpec(f"127.0.0.1:{port}", num_processes, process_id)
+  parallel.start(num_devices, job if num_processes > 1 else ONE_PROCESS)
   found = (parallel.process_count(), parallel.process_index())
   assert found == (num_processes, process_id)
   vocab_size = 5

@@ -12,6 +12,8 @@ import fault_runs
 import pytest
 import tiny_run
 
+from distlm.stop import StopRequest
+
 STEPS = 12
 # Evaluations of seconds, after the steps 6 and 12; saves after 5, 10 and 12.
 SHORT = (f"--config.training_steps={STEPS}", "--config.evaluation.interval=6")
@@ -160,3 +162,10 @@ def test_a_second_interrupt_leaves_at_once(
   assert "saved" not in output
   assert set(fault_runs.assert_whole(tmp_path)) <= {5}
   fault_runs.end(runs, tmp_path, *SHORT)
+
+
+def test_sigterm_by_two_ways_at_once_is_one_request() -> None:
+  with StopRequest() as stop:
+    for _ in range(3):
+      os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.signal == signal.SIGTERM

@@ -260,7 +260,7 @@ def test_two_processes_compute_what_one_does(
     [_] = (two / "tensorboard" / split).iterdir()
   assert {path.name for path in two.iterdir()} - {
     path.name for path in one.iterdir()
-  } == {"train_eval.1.log"}
+  } == {"processes", "train_eval.1.log"}
 
 
 @pytest.mark.slow

@@ -79,7 +79,7 @@ def open_token_store(
     "num_documents": len(documents),
     "num_bytes": num_bytes,
   }
-  entry = _cache_directory(config) / fingerprint
+  entry = cache_directory(config) / fingerprint
   if not _is_intact(entry, description):
     _write_entry(entry, documents, tokenizer, description)
   return TokenStore(
@@ -121,7 +121,8 @@ def _fingerprint(documents: Sequence[Document], tokenizer: Tokenizer) -> str:
   return digest.hexdigest()
 
 
-def _cache_directory(config: DataConfig) -> Path:
+def cache_directory(config: DataConfig) -> Path:
+  """Returns where tokenized text is kept."""
   base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
   try:
     return Path(config.cache_dir or f"{base}/distlm").expanduser()
