@@ -118,9 +118,9 @@ class Meeting:
       answer = _receive(connection, self._deadline + _REFUSAL_SECS)
     if answer is None or answer.get("from") != "distlm":
       raise RunError(
-        f"process {spec.process_id}: process 0 at {spec.coordinator} ended"
-        " before the job began, or another program listens there; see the"
-        " error of process 0, or use another port"
+        f"process {spec.process_id}: process 0 at {spec.coordinator} gave no"
+        " answer: it ended, its job has begun already, or another program"
+        " listens there; see the error of process 0, or use another port"
       )
     return answer
 
@@ -135,7 +135,8 @@ class Meeting:
         )
       except OSError as error:
         if time.monotonic() > self._deadline:
-          raise RunError(
+          is_name = isinstance(error, socket.gaierror)
+          raise (UsageError if is_name else RunError)(
             f"process {self.spec.process_id} on {socket.gethostname()}: it"
             f" could not reach process 0 at --coordinator={host}:{port} in"
             f" {self._timeout_secs:g} s ({_reason(error)}); look whether"

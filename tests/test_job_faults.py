@@ -95,20 +95,25 @@ def test_a_supervised_job_survives_all_faults(
   workdir = tmp_path / "run"
   args = _launch(config, workdir, num_processes)
   fault = {"FAULT": f"{target}:40", "FAULT_FILE": str(tmp_path / "fault")}
+  pids = set()
   job = tiny_run.start(args, _environment(**fault))
   try:
     for step, number in ((8, signal.SIGKILL), (24, signal.SIGSTOP)):
       _wait_for_step(workdir, step, job)
       killed = _pid(workdir, target)
+      pids |= {_pid(workdir, i) for i in range(num_processes)}
       os.kill(killed, number)
       tiny_run.wait_until(lambda pid=killed: not _is_alive(pid), job)
     _wait_for_step(workdir, 45, job)  # And after the exception at 40.
+    pids |= {_pid(workdir, i) for i in range(num_processes)}
     os.kill(_pid(workdir, target), signal.SIGTERM)
     code, output, errors = tiny_run.finish(job)
   finally:
     job.kill()
   assert code == 0, errors
   assert "stopped" in output
+  assert len(pids) >= 3 * num_processes
+  assert not [pid for pid in pids if _is_alive(pid)]
   of_restarts = re.findall(r"^(.*); restart (\d) of 3 in", errors, re.M)
   assert [number for _, number in of_restarts] == ["1", "2", "3"]
   assert of_restarts[0][0] == f"process {target} was killed by SIGKILL"
