@@ -22,6 +22,8 @@ ONE_PROCESS = ProcessSpec()
 _FLAGS, _VARIABLES = "flags", "DISTLM_* variables"
 _NAMES = ("coordinator", "num-processes", "process-id")
 _MAX_PORT = 65535
+_MIN_POOL_THREADS = 16
+_POOL_THREADS_PER_DEVICE = 8
 
 Environ = Mapping[str, str]
 
@@ -238,6 +240,16 @@ def _is_masked(
   if on_node.isdecimal():  # Of all tasks of the step.
     return num_visible < int(on_node)
   return "CUDA_VISIBLE_DEVICES" in environ and num_devices == num_visible
+
+
+def pool_threads(num_devices: int) -> int:
+  """Returns the threads that XLA needs for fake CPU devices: NPROC.
+
+  With the default of one thread a device, steps dispatched ahead can fill the
+  pool with threads that wait in an all-reduce for a device that gets none, and
+  XLA aborts the process after 40 s.
+  """
+  return max(_MIN_POOL_THREADS, _POOL_THREADS_PER_DEVICE * num_devices)
 
 
 def count_visible_gpus(environ: Environ) -> int:

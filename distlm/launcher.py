@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from distlm import cluster
 from distlm.errors import RunError, UsageError
 from distlm.prefixed_output import Output, descriptor, write
 from distlm.supervision import Processes, Signals
@@ -22,9 +23,6 @@ from distlm.supervision import Processes, Signals
 _USAGE_CODE = 2
 _LONGEST_BACKOFF_SECS = 60
 _GPU_FILES = "/dev/nvidia[0-9]*"
-# See distlm/parallel.py; here for commands that do not go by it.
-_MIN_POOL_THREADS = 16
-_POOL_THREADS_PER_DEVICE = 8
 _JOB_VARIABLES = (
   "DISTLM_COORDINATOR",
   "DISTLM_NUM_PROCESSES",
@@ -301,9 +299,9 @@ def _make_environments(
   shared = {key: environ[key] for key in environ if key not in _JOB_VARIABLES}
   shared["PYTHONUNBUFFERED"] = "1"
   if job.num_devices is not None:
-    threads = _POOL_THREADS_PER_DEVICE * job.num_devices
     shared["DISTLM_DEVICES"] = str(job.num_devices)
-    shared.setdefault("NPROC", str(max(_MIN_POOL_THREADS, threads)))
+    # For commands that are not distlm's, which does it itself.
+    shared.setdefault("NPROC", str(cluster.pool_threads(job.num_devices)))
   environments = []
   for index in range(job.num_processes):
     env = dict(shared)

@@ -29,12 +29,6 @@ T = TypeVar("T")
 # JAXline names the axis of its own pmaps "i" too.
 AXIS = "i"
 
-# XLA's thread pool must exceed the number of fake devices by far: with the
-# default of one thread a device, steps dispatched ahead can fill the pool with
-# threads that wait in an all-reduce for a device that gets none, and XLA aborts
-# the process after 40 s.
-_MIN_POOL_THREADS = 16
-_POOL_THREADS_PER_DEVICE = 8
 # JAX's 100 s is long for those who wait; its heartbeats need no Python.
 _HEARTBEAT_SECS = 30
 
@@ -114,8 +108,7 @@ def _set_device_count(
   num_devices: int | None, num_fake_devices: int, spec: ProcessSpec
 ) -> None:
   num_cpu_devices = num_devices or num_fake_devices
-  threads = max(_MIN_POOL_THREADS, _POOL_THREADS_PER_DEVICE * num_cpu_devices)
-  os.environ.setdefault("NPROC", str(threads))
+  os.environ.setdefault("NPROC", str(cluster.pool_threads(num_cpu_devices)))
   if num_cpu_devices > 1:
     jax.config.update("jax_num_cpu_devices", num_cpu_devices)
   # All below are ignored by a backend that is not there.

@@ -23,7 +23,8 @@ from typing import Any
 from distlm.atomic import write_atomically
 
 _DIRECTORY = "processes"
-_FIRST_TIME_FACTOR = 10  # It compiles.
+_NUM_FIRST = 3
+_FIRST_TIMES_FACTOR = 10
 _USUAL_TIME_FACTOR = 20
 _NUM_USUAL = 20
 _TICKS_OF_NOTE = 4  # Between two notes for the others.
@@ -37,7 +38,8 @@ class Watchdog:
 
   The work is a sequence of activities, such as "step". Each may take `seconds`,
   and more if it usually takes long: 20 times the median of the last ones. The
-  first of a kind, which compiles, may take 10 times `seconds`.
+  first three of a kind may take 10 times `seconds`: they compile, or wait for
+  another process that does.
 
   Time is counted in ticks of the thread itself: a process that was stopped and
   goes on, or slept with its laptop, is not blamed for it.
@@ -103,8 +105,8 @@ class Watchdog:
 
   def _limit(self) -> float:
     before = self._secs_of[self._activity]
-    if not before:
-      return _FIRST_TIME_FACTOR * self._seconds
+    if len(before) < _NUM_FIRST:
+      return _FIRST_TIMES_FACTOR * self._seconds
     return max(self._seconds, _USUAL_TIME_FACTOR * statistics.median(before))
 
   def _watch(self) -> None:
