@@ -26,7 +26,6 @@ from jaxline import base_config
 from ml_collections import config_dict
 
 from distlm import arguments, facts, loop, parallel
-from distlm import workdir as workdirs
 from distlm.checkpoint import DiskCheckpointer
 from distlm.config import apply_overrides, load_config_file
 from distlm.console import Console
@@ -341,6 +340,5 @@ def _open_writer(
     job.workdir, resume_step, console.log_scalars, splits=mode.split("_")
   ) as writer:
     if mode != "eval":
-      workdirs.write_settings(job.workdir, job.settings)
       writer.write_config(job.settings)
     yield writer

@@ -126,7 +126,7 @@ def claim(
 
   Args:
     workdir: the directory of the run.
-    settings: of JSON types.
+    settings: of JSON types; who trains writes them there.
     mode: of JAXline.
     once: whether it evaluates one checkpoint.
 
@@ -135,35 +135,21 @@ def claim(
       with other settings.
   """
   with contextlib.ExitStack() as stack:
-    with _refusing_what_cannot_be_written(workdir):
+    try:
       workdir.mkdir(parents=True, exist_ok=True)
       for role in () if once else mode.split("_"):
         stack.enter_context(_lock(workdir, role))
       # Again, since the directory may have got a run since the first time.
       check_settings(workdir, settings)
+      if mode != "eval":
+        text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
+        write_atomically(workdir / CONFIG_FILE, [text.encode()])
+    except OSError as error:
+      raise UsageError(
+        f"--workdir={workdir}: it cannot be written ({error.strerror}); use a"
+        " directory that can"
+      ) from error
     yield
-
-
-def write_settings(workdir: Path, settings: Mapping[str, Any]) -> None:
-  """Notes in a directory with which settings its run is trained.
-
-  Raises:
-    UsageError: if the directory cannot be written.
-  """
-  text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
-  with _refusing_what_cannot_be_written(workdir):
-    write_atomically(workdir / CONFIG_FILE, [text.encode()])
-
-
-@contextlib.contextmanager
-def _refusing_what_cannot_be_written(workdir: Path) -> Iterator[None]:
-  try:
-    yield
-  except OSError as error:
-    raise UsageError(
-      f"--workdir={workdir}: it cannot be written ({error.strerror}); use a"
-      " directory that can"
-    ) from error
 
 
 @contextlib.contextmanager
