@@ -182,7 +182,8 @@ def test_a_signal_to_one_process_stops_all_at_one_step(
     "--config.model.num_layers=1",
     "--config.evaluation.interval=0",
   )
-  processes = tiny_run.start_job(args, 2, tiny_run.environment(None))
+  env = tiny_run.environment(None, **tiny_run.COMPILING_FAST)
+  processes = tiny_run.start_job(args, 2, env)
   tiny_run.wait_until(
     lambda: len(tiny_run.steps(tmp_path / "run", "train")) > 3, processes[0]
   )

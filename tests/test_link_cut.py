@@ -77,7 +77,7 @@ def _start(
         "--num-processes=2",
         f"--process-id={index}",
       ],
-      env=tiny_run.environment(None),
+      env=tiny_run.environment(None, **tiny_run.COMPILING_FAST),
       stdout=subprocess.PIPE,
       stderr=subprocess.PIPE,
       text=True,

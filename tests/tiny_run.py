@@ -22,6 +22,9 @@ from distlm import cli
 from distlm.writers import read_metrics
 
 TIMEOUT_SECS = 180
+# For jobs of several processes, which are compared with each other: JAX keeps
+# the programs of process 0 alone, the others compile theirs at each start.
+COMPILING_FAST = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 CONFIG = """
 from pathlib import Path
 import distlm
