@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from distlm import cluster
 from distlm.errors import RunError, UsageError
 from distlm.rendezvous import Meeting
 
+_MAX_START_SECS = 7 * 24 * 3600
 # Beyond it, fake CPU devices wait for ever in their first collective.
 _MAX_DEVICES = 256
 _CONFIG_PREFIX = "--config."
@@ -113,9 +115,10 @@ def find_meeting(args: argparse.Namespace) -> Meeting:
       f"--devices={args.devices}: it must be 1 or more, and at most"
       f" {_MAX_DEVICES}"
     )
-  if not args.start_timeout > 0:
+  if not 0 < args.start_timeout <= _MAX_START_SECS:
     raise UsageError(
-      f"--start-timeout={args.start_timeout:g}: it must be positive"
+      f"--start-timeout={args.start_timeout:g}: it must be positive, and at"
+      f" most {_MAX_START_SECS}"
     )
   return Meeting(
     cluster.find_process(
@@ -191,6 +194,8 @@ def run_command(command: Callable[[], None]) -> NoReturn:
   errors that distlm did not foresee.
   """
   code = 0
+  if os.getpid() == 1:  # Of a container, where signals do nothing by default.
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(128 + number))
   try:
     command()
   except UsageError as error:

@@ -61,6 +61,7 @@ class DiskCheckpointer:
     self._states: dict[str, ExperimentState] = {}
     self._managers: dict[str, ocp.CheckpointManager] = {}
     self._series: dict[str, Series] = {}
+    self._agreed: dict[str, int] = {}  # Steps; see `restore_path`.
     disk.hide_late_writes()
 
   def get_experiment_state(self, ckpt_series: str) -> ExperimentState:
@@ -159,19 +160,25 @@ class DiskCheckpointer:
   def restore(self, ckpt_series: str) -> None:
     """Sets the state of a series from its newest intact checkpoint.
 
+    It is the one that `restore_path` has named, if it did.
+
     Raises:
       UsageError: if arrays of the checkpoint have other names or shapes than
         those of the experiment.
       RunError: if none can be read.
     """
-    step = self.series(ckpt_series).newest_intact()
+    step: int | None = self._agreed.get(ckpt_series)
+    if step is None:
+      step = self.series(ckpt_series).newest_intact()
     try:
       with _reading(self.series(ckpt_series).path(step)):
         arrays, metadata = self._read(ckpt_series, step)
     except RunError:
-      if self.series(ckpt_series).newest() == step:
+      is_newest = self.series(ckpt_series).newest() == step
+      if is_newest or parallel.process_count() > 1:
         raise
       # The process that trains has replaced it meanwhile.
+      self._agreed.clear()
       self.restore(ckpt_series)
       return
     state = self.get_experiment_state(ckpt_series)
@@ -220,14 +227,24 @@ class DiskCheckpointer:
       return dict(restored["metadata"]["state"])
 
   def restore_path(self, ckpt_series: str) -> str | None:
-    """Returns where the newest intact checkpoint is, or None."""
+    """Returns where the newest intact checkpoint is, or None.
+
+    To be called by all processes: they go by what process 0 finds, and restore
+    that one, however soon another is there.
+    """
     series = self.series(ckpt_series)
-    step = series.newest_intact()
-    return None if step is None else str(series.path(step))
+    found = series.newest_intact() if parallel.process_index() == 0 else None
+    step = parallel.agree(-1 if found is None else found)
+    self._agreed.clear()
+    if step < 0:
+      return None
+    self._agreed[ckpt_series] = step
+    return str(series.path(step))
 
   def can_be_restored(self, ckpt_series: str) -> bool:
     """Returns whether the series has a whole checkpoint."""
-    return self.series(ckpt_series).newest() is not None
+    is_there = self.series(ckpt_series).newest() is not None
+    return is_there or ckpt_series in self._agreed
 
   def wait_for_checkpointing_to_finish(self) -> None:
     """Waits until all saves are on disk, and raises the error of a save."""

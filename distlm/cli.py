@@ -113,6 +113,7 @@ def _verify(
   from distlm.verify import report
 
   parallel.start(args.devices, meeting.spec, _VERIFIED_FAKE_DEVICES)
+  parallel.end_on_sigterm()
   shown = console.Console()
   report.verify(config, store, args.steps, shown.print_line)
 

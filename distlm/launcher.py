@@ -6,10 +6,13 @@ It imports no JAX, so that the processes are started at once.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import glob
 import itertools
 import os
+import random
 import shutil
+import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,6 +25,7 @@ from distlm.supervision import Processes, Signals
 
 _USAGE_CODE = 2
 _LONGEST_BACKOFF_SECS = 60
+_PORTS = range(61440, 65536)  # Above those of outgoing connections.
 _GPU_FILES = "/dev/nvidia[0-9]*"
 _JOB_VARIABLES = (
   "DISTLM_COORDINATOR",
@@ -158,7 +162,8 @@ def _run_once(job: _Job, signals: Signals) -> _End:
   if first is None:
     return _End(0)
   if processes.was_stopped:
-    return _End(128 + signals.received[0])
+    number = signals.received[0] if signals.received else signal.SIGTERM
+    return _End(128 + number)
   return _End(
     first.exit_code,
     first.describe(num_processes),
@@ -171,9 +176,12 @@ def _say(line: str) -> None:
 
 
 def _free_port() -> int:
-  with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    return free.getsockname()[1]
+  """Returns a port that nothing listens on, nor any connection comes from."""
+  while True:
+    port = random.choice(_PORTS)
+    with socket.socket() as free, contextlib.suppress(OSError):
+      free.bind(("127.0.0.1", port))
+      return port
 
 
 def _make_job(args: argparse.Namespace, command: Sequence[str]) -> _Job:
@@ -305,9 +313,9 @@ def _make_environments(
   environments = []
   for index in range(job.num_processes):
     env = dict(shared)
+    env["DISTLM_NUM_PROCESSES"] = str(job.num_processes)
     if job.num_processes > 1:
       env["DISTLM_COORDINATOR"] = f"127.0.0.1:{port}"
-      env["DISTLM_NUM_PROCESSES"] = str(job.num_processes)
       env["DISTLM_PROCESS_ID"] = str(index)
     if job.gpus is not None:
       env["CUDA_VISIBLE_DEVICES"] = job.gpus[index]

@@ -103,7 +103,7 @@ def adapted(
         action.update_time(time.time(), state.global_step)
       try:
         train_loop(config, state, (*actions, *late_actions), writer)
-        saver.settle(state.global_step)  # JAXline saves next.
+        saver.end_steps(state.global_step)  # JAXline saves next.
       finally:  # The rows before an error are those that explain it.
         saving.wait_for_writes()
 
@@ -166,18 +166,13 @@ class Progress(Action):
 
   def __init__(self, watchdog: Watchdog) -> None:
     self._watchdog = watchdog
-    self._step = 0
 
   def update_time(self, t: float, step: int) -> None:
     self(t, step, {})
 
   def __call__(self, t: float, step: int, scalars: Mapping[str, Any]) -> None:
     del t, scalars
-    self._step = step
     self._watchdog.begin("step", step)
-
-  def wait_to_finish(self) -> None:
-    self._watchdog.begin("end", self._step)
 
 
 def call_if_defined(state: Any, method: str) -> Any:

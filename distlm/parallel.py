@@ -10,6 +10,8 @@ import collections
 import contextlib
 import functools
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -20,7 +22,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from distlm import bits, cluster, rendezvous, xla_flags
+from distlm import bits, cluster, messages, xla_flags
 from distlm.cluster import ProcessSpec
 from distlm.errors import RunError, UsageError
 
@@ -29,6 +31,7 @@ T = TypeVar("T")
 # JAXline names the axis of its own pmaps "i" too.
 AXIS = "i"
 
+_JOIN_SECS = 120  # All are there, since they have met.
 # JAX's 100 s is long for those who wait; its heartbeats need no Python.
 _HEARTBEAT_SECS = 30
 
@@ -76,7 +79,7 @@ def start(
 
 
 def _join(spec: ProcessSpec, coordinator: str) -> None:
-  bind = rendezvous.bind_address(coordinator)
+  bind = messages.bind_address(coordinator)
   try:
     jax.distributed.initialize(
       coordinator,
@@ -84,6 +87,7 @@ def _join(spec: ProcessSpec, coordinator: str) -> None:
       spec.process_id,
       coordinator_bind_address=bind and _join_address(*bind),
       cluster_detection_method="deactivate",
+      initialization_timeout=_JOIN_SECS,
       heartbeat_timeout_seconds=_HEARTBEAT_SECS,
     )
   except RuntimeError as error:
@@ -181,6 +185,15 @@ def should_stop(step: int, stop_requested: bool) -> bool:
   if jax.process_count() > 1:
     return multihost_utils.reached_preemption_sync_point(step)
   return stop_requested
+
+
+def end_on_sigterm() -> None:
+  """Has SIGTERM end this process, as long as it trains nothing.
+
+  JAX's preemption service, by which `should_stop` works, swallows it.
+  """
+  if threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def agree(number: int) -> int:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from distlm import messages
 from distlm.cluster import ProcessSpec
 from distlm.errors import RunError, UsageError
 
@@ -26,7 +27,6 @@ _POLL_SECS = 0.2
 _HELLO_SECS = 5.0  # A stranger that connects and says nothing costs as much.
 # For how long a process that failed looks for the others, to tell them.
 _REFUSAL_SECS = 5.0
-_MAX_BYTES = 2**20
 _MAX_NAMED = 3
 
 Facts = Mapping[str, Any]
@@ -43,7 +43,7 @@ class Meeting:
       timeout_secs: how long to wait for the others.
     """
     self.spec = spec  #: Which process of which job this is.
-    self._deadline = time.monotonic() + timeout_secs
+    self._deadline = 0.0
     self._timeout_secs = timeout_secs
     self._is_over = spec.num_processes == 1
 
@@ -79,6 +79,8 @@ class Meeting:
     if self._is_over:
       return
     self._is_over = True
+    # Not from the start: a text may take long to read.
+    self._deadline = time.monotonic() + self._timeout_secs
     # As the others will read them.
     facts = json.loads(json.dumps(facts))
     if self.spec.process_id == 0:
@@ -105,7 +107,7 @@ class Meeting:
     """Sends process 0 a message, and returns its answer."""
     spec = self.spec
     with self._connect() as connection:
-      _send(
+      messages.send(
         connection,
         {
           "process_id": spec.process_id,
@@ -115,7 +117,7 @@ class Meeting:
         },
       )
       # Process 0 knows who did not come: its word comes before this one's.
-      answer = _receive(connection, self._deadline + _REFUSAL_SECS)
+      answer = messages.receive(connection, self._deadline + _REFUSAL_SECS)
     if answer is None or answer.get("from") != "distlm":
       raise RunError(
         f"process {spec.process_id}: process 0 at {spec.coordinator} gave no"
@@ -164,6 +166,7 @@ class _Host:
       server = stack.enter_context(_listen(self._spec))
       while error is None and not self._all_are_there():
         error = self._welcome(server, stack)
+        self._forget_who_is_gone()
       if error is None:
         error = self._difference(facts)
       verdict = {}
@@ -197,6 +200,12 @@ class _Host:
       for process_id in set(self._guests) - before:
         _answer(self._guests[process_id][0], verdict)
 
+  def _forget_who_is_gone(self) -> None:
+    """Makes room for those that come again, after they died while waiting."""
+    for process_id, (connection, hello) in [*self._guests.items()]:
+      if "error" not in hello and messages.is_gone(connection):
+        del self._guests[process_id]
+
   def _all_are_there(self) -> bool:
     return len(self._guests) == self._spec.num_processes - 1
 
@@ -217,7 +226,7 @@ class _Host:
         " errors, and whether their hosts reach this address"
       )
     stack.enter_context(connection)
-    hello = _receive(connection, time.monotonic() + _HELLO_SECS)
+    hello = messages.receive(connection, time.monotonic() + _HELLO_SECS)
     if hello is None or not isinstance(hello.get("process_id"), int):
       return None  # A stranger, such as a port scanner.
     return self._register(connection, hello)
@@ -225,6 +234,7 @@ class _Host:
   def _register(
     self, connection: socket.socket, hello: dict[str, Any]
   ) -> UsageError | RunError | None:
+    self._forget_who_is_gone()
     process_id, name = hello["process_id"], hello.get("name")
     count = self._spec.num_processes
     error = None
@@ -260,7 +270,8 @@ class _Host:
         f"{key} is {theirs.get(key)!r} there and {facts.get(key)!r} in process"
         " 0"
         for key in sorted({*facts, *theirs})
-        if theirs.get(key) != facts.get(key)
+        # As texts, for a NaN is not equal to itself.
+        if repr(theirs.get(key)) != repr(facts.get(key))
       ]
       if differing:
         named = "; ".join(differing[:_MAX_NAMED])
@@ -277,21 +288,10 @@ class _Host:
       _answer(connection, verdict)
 
 
-def bind_address(coordinator: str) -> tuple[str, int] | None:
-  """Returns where process 0 listens; None: at all addresses of its host.
-
-  A job of one machine is nobody else's business.
-  """
-  host, _, port = coordinator.rpartition(":")
-  if host == "localhost" or host.startswith("127."):
-    return "127.0.0.1", int(port)
-  return ("::1", int(port)) if host == "[::1]" else None
-
-
 def _listen(spec: ProcessSpec) -> socket.socket:
   assert spec.coordinator is not None
   port = int(spec.coordinator.rpartition(":")[2])
-  address = bind_address(spec.coordinator)
+  address = messages.bind_address(spec.coordinator)
   try:
     if address is None:
       dual = socket.has_dualstack_ipv6()
@@ -323,26 +323,4 @@ def _reason(error: OSError) -> str:
 def _answer(connection: socket.socket, verdict: Mapping[str, Any]) -> None:
   with contextlib.suppress(OSError):  # Who is gone needs no answer.
     # What else may listen there does not know this word.
-    _send(connection, {"from": "distlm", **verdict})
-
-
-def _send(connection: socket.socket, message: Mapping[str, Any]) -> None:
-  connection.sendall(json.dumps(message).encode() + b"\n")
-
-
-def _receive(
-  connection: socket.socket, deadline: float
-) -> dict[str, Any] | None:
-  """Returns a message, or None for what is not one, or not in time."""
-  received = b""
-  try:
-    while not received.endswith(b"\n") and len(received) < _MAX_BYTES:
-      connection.settimeout(max(_POLL_SECS, deadline - time.monotonic()))
-      chunk = connection.recv(2**16)
-      if not chunk:
-        return None
-      received += chunk
-    message = json.loads(received)
-  except (OSError, ValueError):
-    return None
-  return message if isinstance(message, dict) else None
+    messages.send(connection, {"from": "distlm", **verdict})

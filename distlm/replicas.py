@@ -98,9 +98,6 @@ class ReplicaCheck:
     if self._interval and step % self._interval == 0:
       self._start(step)
 
-  def wait_to_finish(self) -> None:
-    """Is called by JAXline after the loop."""
-
   def check_now(self, step: int) -> None:
     """Compares at once, before what must not hold a wrong replica.
 

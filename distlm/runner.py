@@ -113,8 +113,8 @@ def _read_config(
     for key, default in RUNNER_SETTINGS.items():
       config[key] = config.get(key, default)
   apply_overrides(config, overrides)
-  for key in RUNNER_SETTINGS:
-    if type(config[key]) is not int or config[key] < 0:
+  for key, default in RUNNER_SETTINGS.items():
+    if type(config[key]) not in (int, type(default)) or not config[key] >= 0:
       raise UsageError(f"config.{key}={config[key]!r}: it must be 0 or more")
   try:
     base_config.validate_config(config)
@@ -190,14 +190,16 @@ def _check_jaxline_settings(config: config_dict.ConfigDict) -> None:
 
 
 def _evaluate(job: Job, checkpointer: DiskCheckpointer, mode: str) -> int:
+  parallel.end_on_sigterm()
   console = Console()
   config = config_dict.ConfigDict(job.config)
   where = job.workdir / "checkpoints"
   if not config.one_off_evaluate:
-    console.print_line(
-      f"evaluating each new checkpoint in {where}, until that of step"
-      f" {config.training_steps:,}; Ctrl-C ends it"
-    )
+    if parallel.process_index() == 0:
+      console.print_line(
+        f"evaluating each new checkpoint in {where}, until that of step"
+        f" {config.training_steps:,}; Ctrl-C ends it"
+      )
   elif checkpointer.can_be_restored("latest") or config.eval_initial_weights:
     config.best_model_eval_metric = ""  # It holds no lock, so it saves nothing.
   else:

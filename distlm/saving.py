@@ -46,6 +46,11 @@ class Saver:
     for check in self._checks:
       check(step)
 
+  def end_steps(self, step: int) -> None:
+    """Settles, before JAXline's own last save; what follows is no step."""
+    self._watchdog.begin("end", step)
+    self.settle(step)
+
   def save(self, ckpt_series: str, step: int) -> bool:
     """Saves a series; to be called by all processes, process 0 writes.
 
@@ -55,17 +60,23 @@ class Saver:
     Raises:
       RunError: if something is wrong with the run, or the save is to end it.
     """
+    error: SaveError | None = None
     with self._watchdog.doing("save", step):
       self.settle(step)
-      try:
-        if parallel.process_index() == 0:
+      if parallel.process_index() == 0:
+        try:
           self._checkpointer.save(ckpt_series)
-      except SaveError as error:
-        if self._on_error == "abort":
-          raise
-        warn(f"{error}; training goes on, and the next save tries again")
-        return False
-    return True
+        except SaveError as reason:
+          error = reason
+      # The others wait here, where it may take long, and not in a step.
+      if parallel.agree(error is None):
+        return True
+    error = error or SaveError("process 0 could not save; see its error")
+    if self._on_error == "abort":
+      raise error
+    if parallel.process_index() == 0:
+      warn(f"{error}; training goes on, and the next save tries again")
+    return False
 
 
 class PeriodicSaving(jaxline.utils.PeriodicAction):

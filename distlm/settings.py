@@ -24,7 +24,7 @@ RANDOM_MODES = (
 RUNNER_SETTINGS = {
   "evaluation_interval": 0,
   "replica_check_interval": 0,
-  "watchdog_seconds": 300,
+  "watchdog_seconds": 300.0,
 }
 # Settings that only some optimizers read.
 OPTIMIZER_SETTINGS = {

@@ -10,8 +10,7 @@ from types import FrameType
 from typing import Any
 
 from distlm import parallel
-
-_ONE_REQUEST_SECS = 1.0
+from distlm.supervision import ONE_REQUEST_SECS
 
 
 class StopRequest:
@@ -54,7 +53,8 @@ class StopRequest:
     if self.is_requested:
       # A scheduler may tell this process and the one that started it, which
       # passes it on: that is one request, not two.
-      if number == signal.SIGTERM and now - self._time < _ONE_REQUEST_SECS:
+      is_again = number == self.signal == signal.SIGTERM
+      if is_again and now - self._time < ONE_REQUEST_SECS:
         return
       os._exit(128 + number)
     self.signal, self._time = number, now

@@ -19,6 +19,8 @@ _STOP_CODES = (-signal.SIGTERM, 128 + signal.SIGTERM)
 # Processes that lost one of theirs cannot finish the step, and a checkpoint is
 # whole at any time: there is nothing to wait for.
 _TERM_SECS = 2.0
+# SIGTERM may come by two ways at once: that is one request, not two.
+ONE_REQUEST_SECS = 1.0
 _PR_SET_PDEATHSIG = 1
 _MESSAGE_BYTES = 4096
 
@@ -52,10 +54,11 @@ def _signal_name(number: int) -> str:
 
 
 class Signals:
-  """Collects SIGINT and SIGTERM instead of ending; readable once one came."""
+  """Collects SIGINT, SIGTERM and SIGHUP; readable once one came."""
 
   def __init__(self) -> None:
     self.received: list[int] = []
+    self._time = 0.0  # of the last one
 
   def __enter__(self) -> Signals:
     self._reader, self._writer = socket.socketpair()
@@ -66,7 +69,7 @@ class Signals:
     )
     self._previous = {
       number: signal.signal(number, self._receive)
-      for number in (signal.SIGINT, signal.SIGTERM)
+      for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     }
     return self
 
@@ -103,7 +106,12 @@ class Signals:
 
   def _receive(self, number: int, frame: FrameType | None) -> None:
     del frame
-    self.received.append(number)
+    now = time.monotonic()
+    # As `timeout` sends SIGTERM, to its child and to the group of that.
+    is_again = self.received[-1:] == [number] == [signal.SIGTERM]
+    if not (is_again and now - self._time < ONE_REQUEST_SECS):
+      self.received.append(number)
+      self._time = now
 
 
 class Processes:
@@ -217,7 +225,10 @@ class Processes:
   def _note(self, ended: Ended) -> None:
     if ended.code == 0:
       return
-    is_stop = bool(self._signals.received) and ended.code in _STOP_CODES
+    # It may have been asked, and not we; then it stopped all the others too.
+    has_saved = ended.code == 128 + signal.SIGTERM
+    was_asked = bool(self._signals.received) or has_saved
+    is_stop = was_asked and ended.code in _STOP_CODES
     if self.first is None:
       self.first, self.was_stopped = ended, is_stop
     if not is_stop and not self._has_failed:

@@ -65,6 +65,7 @@ class Watchdog:
     self._secs_of: dict[str, collections.deque[float]] = (
       collections.defaultdict(lambda: collections.deque(maxlen=_NUM_USUAL))
     )
+    self._lock = threading.Lock()  # Of what a tick and `begin` change.
     self._is_over = threading.Event()
     # Notes by a thread of their own: a dead disk must not hold up the watch.
     self._threads = [_daemon(self._watch)]
@@ -87,8 +88,9 @@ class Watchdog:
       activity: what is done.
       step: completed updates.
     """
-    self._secs_of[self._activity].append(self._secs())
-    self._activity, self._step, self._num_ticks = activity, step, 0
+    with self._lock:
+      self._secs_of[self._activity].append(self._secs())
+      self._activity, self._step, self._num_ticks = activity, step, 0
 
   @contextlib.contextmanager
   def doing(self, activity: str, step: int) -> Iterator[None]:
@@ -111,8 +113,10 @@ class Watchdog:
 
   def _watch(self) -> None:
     while not self._is_over.wait(self._tick_secs):
-      self._num_ticks += 1
-      if self._secs() > self._limit():
+      with self._lock:
+        self._num_ticks += 1
+        is_late = self._secs() > self._limit()
+      if is_late:
         self._end()
 
   def _end(self) -> None:
@@ -179,7 +183,8 @@ class Watchdog:
           f"{name} is behind, in {note['activity']} after step {note['step']}"
         )
     return "; ".join(causes) or (
-      "so do all processes, in the same place: look at the network between them"
+      "so do all processes, in the same place: see the stacks above and, if"
+      " they wait in a collective, look at the network"
     )
 
   def _read_note(self, process_id: int) -> dict[str, Any]:

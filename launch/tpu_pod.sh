@@ -308,6 +308,9 @@ main() {
     *) fail "COMMAND=$subcommand: it must be up, train, follow, logs, stop or\
  down; see $0 --help" 2 ;;
   esac
+  case " $* " in
+    *" --dry-run "*) fail "--dry-run: it goes before $subcommand" 2 ;;
+  esac
   if [ "$subcommand" != train ] && [ $# -gt 0 ]; then
     fail "$1: $subcommand takes nothing after it; leave it out" 2
   fi

@@ -61,6 +61,7 @@ def started(
     stdout=stdout,
     stderr=stderr,
     stdin=stdin,
+    bufsize=0,  # What a first read takes too much, `communicate` would miss.
   ) as process:
     try:
       yield process

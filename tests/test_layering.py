@@ -19,7 +19,7 @@ PACKAGE = Path(distlm.__file__).parent
 # modules of a package are one unit, free among themselves.
 ROWS = (
   {"errors", "types", "atomic", "bits"},
-  {"settings", "schedulers", "xla_flags", "prefixed_output"},
+  {"settings", "schedulers", "xla_flags", "prefixed_output", "messages"},
   {"cluster", "supervision"},
   {"rendezvous"},
   {"config", "arguments", "facts"},

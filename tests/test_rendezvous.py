@@ -14,7 +14,7 @@ from typing import Any
 import process_job
 import pytest
 
-from distlm import rendezvous
+from distlm import messages
 from distlm.cluster import ProcessSpec
 from distlm.errors import RunError, UsageError
 from distlm.rendezvous import Meeting
@@ -235,6 +235,40 @@ def test_a_process_that_fails_before_it_is_there_ends_all(
     assert str(error) == f"{name}the disk is full"
 
 
+def _wait_as_a_guest(specs: Sequence[ProcessSpec]) -> socket.socket:
+  """Says hello as process 1, as `Meeting` does, and does not go on."""
+  assert specs[1].coordinator is not None
+  guest = _connection(int(specs[1].coordinator.rpartition(":")[2]))
+  hello = {"process_id": 1, "num_processes": 3, "name": "x", "facts": FACTS}
+  guest.sendall(json.dumps(hello).encode() + b"\n")
+  time.sleep(0.5)
+  return guest
+
+
+@pytest.mark.parametrize("comes_again", [True, False])
+def test_a_process_that_died_while_it_waited_may_come_again(
+  comes_again: bool,
+) -> None:
+  specs = _specs([(3, 0), (3, 1), (3, 2)])
+  with concurrent.futures.ThreadPoolExecutor() as pool:
+    first = pool.submit(_meet, specs[0], FACTS, 2.0)
+    _wait_as_a_guest(specs).close()
+    ids = (1, 2) if comes_again else (2,)
+    others = [pool.submit(_meet, specs[i], FACTS, 2.0) for i in ids]
+    ends = [first.result(), *(other.result() for other in others)]
+  if comes_again:
+    assert ends == [None, None, None]
+  for end in ends:
+    assert comes_again or "process(es) 1 of 3 did not come to" in str(end)
+
+
+def test_what_is_not_a_number_is_equal_to_itself() -> None:
+  nan = {"config.note": float("nan")}
+  assert _meet_all([nan, nan]) == [None, None]
+  [error, _] = _meet_all([nan, {"config.note": 0.0}])
+  assert "config.note is 0.0 there and nan in process 0" in str(error)
+
+
 def test_what_fails_later_is_not_told() -> None:
   specs = _specs([(2, 0), (2, 1)])
   with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -261,7 +295,7 @@ def test_what_fails_later_is_not_told() -> None:
 def test_a_job_of_one_machine_listens_on_loopback(
   coordinator: str, bound: tuple[str, int] | None
 ) -> None:
-  assert rendezvous.bind_address(coordinator) == bound
+  assert messages.bind_address(coordinator) == bound
 
 
 def test_facts_are_compared_as_json() -> None:

@@ -248,6 +248,23 @@ def test_a_second_signal_kills(tmp_path: Path, second: signal.Signals) -> None:
   assert end == (128 + second, [STOPPING])
 
 
+def test_sigterm_by_two_ways_at_once_is_one_request(tmp_path: Path) -> None:
+  code = _when_asked(
+    "lambda *_: (time.sleep(1), sys.exit(0))", "signal.SIG_DFL"
+  )
+  numbers = [signal.SIGTERM] * 2
+  assert _stop(tmp_path, code, *numbers) == (143, [STOPPING])
+
+
+def test_a_process_that_was_asked_itself_has_stopped_the_job(
+  tmp_path: Path,
+) -> None:
+  code = "sys.exit(143 if index == 0 else 0)"
+  argv = launched_job.command(code, "--max-restarts=3")
+  with launched_job.started(argv, tmp_path) as process:
+    assert launched_job.finish(process) == (143, "", "")
+
+
 @both_signals
 def test_a_signal_ends_the_wait_for_a_restart(
   tmp_path: Path, number: signal.Signals

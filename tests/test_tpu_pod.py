@@ -276,7 +276,7 @@ def test_a_failure_of_gcloud_ends_it(
     ([], {}, "COMMAND=: it must be up, train"),
     (["upp"], {}, "COMMAND=upp: it must be up, train"),
     (["--dry", "up"], {}, "--dry: there is no such flag"),
-    (["up", "--dry-run"], {}, "--dry-run: up takes nothing after it"),
+    (["up", "--dry-run"], {}, "--dry-run: it goes before up"),
     (["up"], {"TPU_NAME": ""}, "TPU_NAME=: it must be lower-case letters"),
     (["up"], {"TPU_NAME": "-x"}, "TPU_NAME=-x: it must be lower-case letters"),
     (["down"], {"ZONE": ""}, "ZONE=: it must be lower-case letters"),

@@ -8,6 +8,7 @@ soon as it is known, so that a hang shows what it is in.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -55,6 +56,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     from distlm import parallel
 
     parallel.start(args.devices, meeting.spec)
+    parallel.end_on_sigterm()
   except Exception as error:  # Whatever it is, it would end a training too.
     is_foreseen = isinstance(error, UsageError | RunError)
     value = str(error) if is_foreseen else repr(error)
@@ -65,4 +67,8 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
 
   together.examine(report, meeting.spec, args.devices, plan)
   report.show(report.conclusion())
-  return 1 if report.problems() else 0
+  if report.problems():
+    # Each process: the launcher shows that of the first which ends.
+    print(f"error: {report.conclusion()}", file=sys.stderr)
+    return 1
+  return 0
