@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distlm import schedulers
+from distlm import messages, schedulers
 from distlm.errors import UsageError
 from distlm.schedulers import ProcessSpec
 
@@ -167,8 +167,7 @@ def _count_local(
     found.process_id,
   ):
     return found.num_local_processes, found.local_process_id
-  host = coordinator.rpartition(":")[0]
-  if host in ("localhost", "[::1]") or host.startswith("127."):
+  if messages.bind_address(coordinator) is not None:  # One of this host alone.
     return num_processes, process_id
   return 1, 0
 

@@ -175,7 +175,8 @@ class _Host:
           "error": str(error),
           "is_usage": isinstance(error, UsageError),
         }
-      self._tell_all(verdict)
+      for connection, _ in self._guests.values():
+        _answer(connection, verdict)
       if error is not None and time.monotonic() < self._deadline:
         # Those who are still to come should not wait for nothing.
         self._deadline = time.monotonic() + _REFUSAL_SECS
@@ -265,27 +266,32 @@ class _Host:
 
   def _difference(self, facts: Facts) -> UsageError | None:
     for process_id, (_, hello) in sorted(self._guests.items()):
-      theirs = hello.get("facts", {})
-      differing = [
-        f"{key} is {theirs.get(key)!r} there and {facts.get(key)!r} in process"
-        " 0"
-        for key in sorted({*facts, *theirs})
-        # As texts, for a NaN is not equal to itself.
-        if repr(theirs.get(key)) != repr(facts.get(key))
-      ]
+      differing = differences(hello.get("facts", {}), facts)
       if differing:
-        named = "; ".join(differing[:_MAX_NAMED])
-        more = len(differing) - _MAX_NAMED
         return UsageError(
           f"process {process_id} ({hello['name']}) is about to run something"
-          f" else: {named}{f'; and {more} more' if more > 0 else ''}; start all"
-          " processes with the same command, code, versions and text"
+          f" else: {differing}; start all processes with the same command,"
+          " code, versions and text"
         )
     return None
 
-  def _tell_all(self, verdict: Mapping[str, Any]) -> None:
-    for connection, _ in self._guests.values():
-      _answer(connection, verdict)
+
+def differences(theirs: Facts, ours: Facts) -> str:
+  """Returns in what a process differs from process 0, or "".
+
+  Args:
+    theirs: the facts of the process.
+    ours: those of process 0.
+  """
+  found = [
+    f"{key} is {theirs.get(key)!r} there and {ours.get(key)!r} in process 0"
+    for key in sorted({*ours, *theirs})
+    # As texts, for a NaN is not equal to itself.
+    if repr(theirs.get(key)) != repr(ours.get(key))
+  ]
+  if len(found) > _MAX_NAMED:
+    found[_MAX_NAMED:] = [f"and {len(found) - _MAX_NAMED} more"]
+  return "; ".join(found)
 
 
 def _listen(spec: ProcessSpec) -> socket.socket:

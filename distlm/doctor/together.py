@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from distlm import facts, parallel, xla_flags
+from distlm import facts, parallel, rendezvous, xla_flags
 from distlm.cluster import ProcessSpec
 from distlm.doctor import collectives, machine, training
 from distlm.doctor.report import OK, PROBLEM, WARNING, Report, Row
@@ -21,7 +21,6 @@ _VARIABLES = ("JAX_PLATFORMS", "NPROC", "XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _ENOUGH_THREADS_PER_DEVICE = 4
 # Argument, result and what it is compared with, twice.
 _ARRAYS_OF_TRIAL = 6
-_MAX_NAMED = 3
 
 _FORMULA = (
   "collectives of all devices: the size of the result, the median time, and"
@@ -170,20 +169,9 @@ def _compare(accounts: Sequence[Account]) -> Row:
   ours = accounts[0]["facts"]
   differing = []
   for account in accounts[1:]:
-    theirs = account["facts"]
-    keys = [
-      key
-      for key in sorted({*ours, *theirs})
-      if ours.get(key) != theirs.get(key)
-    ]
-    named = "; ".join(
-      f"{key} is {theirs.get(key)!r} there and {ours.get(key)!r} in process 0"
-      for key in keys[:_MAX_NAMED]
-    )
-    more = len(keys) - _MAX_NAMED
-    if keys:
-      more_named = f"; and {more} more" if more > 0 else ""
-      differing.append(f"{_name(account)}: {named}{more_named}")
+    named = rendezvous.differences(account["facts"], ours)
+    if named:
+      differing.append(f"{_name(account)}: {named}")
   if differing:
     advice = "start all with the same command, code, versions and text"
     return Row("same everywhere", "; ".join(differing), PROBLEM, advice)
