@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import logging
 import os
 import re
 import shutil
@@ -82,7 +83,8 @@ def hide_late_writes() -> None:
   """Keeps what TensorStore's threads print after a save that failed away.
 
   Orbax raises the error of the first write and closes its event loop, where
-  each of the others then wants to tell its own.
+  each of the others then wants to tell its own; of those that did, asyncio logs
+  that nobody has asked.
   """
   show = sys.unraisablehook
 
@@ -92,3 +94,13 @@ def hide_late_writes() -> None:
       show(unraisable)
 
   sys.unraisablehook = show_others
+
+  def is_of_others(record: logging.LogRecord) -> bool:
+    error = record.exc_info and record.exc_info[1]
+    return not (
+      "exception was never retrieved" in record.getMessage()
+      and isinstance(error, ValueError)
+      and "os_error_code" in str(error)  # Only TensorStore writes so.
+    )
+
+  logging.getLogger("asyncio").addFilter(is_of_others)

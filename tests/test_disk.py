@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -10,6 +12,8 @@ from pathlib import Path
 import fault_runs
 import pytest
 import tiny_run
+
+from distlm import disk as disk_module
 
 # Of a checkpoint of 340 KiB, but enough for the rows of a run.
 TOO_LITTLE = 160 * 1024
@@ -220,3 +224,31 @@ def test_a_directory_that_becomes_read_only(
   subprocess.run(["umount", disk.workdir / name], check=True)
   assert fault_runs.assert_whole(disk.workdir)[:1] == [5]
   fault_runs.end(runs, disk.workdir)
+
+
+@pytest.mark.parametrize(
+  ("message", "is_shown"),
+  [
+    ("Error writing to OCDBT [os_error_code='28']", False),
+    ("a mistake of the experiment", True),
+  ],
+)
+def test_errors_of_the_other_writes_of_a_save_that_failed(
+  message: str, is_shown: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+  disk_module.hide_late_writes()
+
+  async def fail() -> None:
+    raise ValueError(message)
+
+  async def main() -> None:
+    task = asyncio.create_task(fail())
+    future = asyncio.get_running_loop().create_future()
+    future.set_exception(ValueError(message))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    del task, future
+
+  asyncio.run(main())
+  gc.collect()
+  assert len(caplog.records) == (2 if is_shown else 0)
