@@ -71,7 +71,8 @@ class Console:
       split: "train" or "eval".
       step: completed updates.
       scalars: of an evaluation all are shown; of training `loss`,
-        `tokens_per_sec` and, from JAXline's `steps_per_sec`, the time left.
+        `tokens_per_sec`, `mfu` and, from JAXline's `steps_per_sec`, the time
+        left.
     """
     if split == "eval":
       values = [
@@ -125,4 +126,6 @@ def _training_values(scalars: Mapping[str, float]) -> list[str]:
     values.append(f"loss {scalars['loss']:.3f}")
   if "tokens_per_sec" in scalars:
     values.append(f"{scalars['tokens_per_sec']:,.0f} tokens/s")
+  if "mfu" in scalars:
+    values.append(f"mfu {scalars['mfu']:.1%}")
   return values

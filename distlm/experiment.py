@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
@@ -10,7 +11,7 @@ import jax
 import numpy as np
 from jaxline.experiment import AbstractExperiment
 
-from distlm import metrics, nonfinite, parallel, replicas
+from distlm import flops, metrics, nonfinite, parallel, replicas, summary
 from distlm.console import warn
 from distlm.data.loader import Layout, Loader
 from distlm.data.prefetch import Prefetcher
@@ -18,9 +19,7 @@ from distlm.data.token_store import TokenStore, open_token_store
 from distlm.errors import UsageError
 from distlm.language_model import make_model, make_updater, max_skips_in_row
 from distlm.settings import RunConfig
-from distlm.types import Batch, LossSums, TrainState
-
-_MIB = 2**20
+from distlm.types import Batch, LossSums, OptState, TrainState
 
 
 def current_layout(config: RunConfig) -> Layout:
@@ -73,19 +72,25 @@ class LanguageModelExperiment(AbstractExperiment):
     )
     self._forward = make_model(config, self._store.tokenizer.vocab_size)
     updater = make_updater(config, self._forward)
-    self._gradient = updater.gradient
+    self._replicated_state = updater.replicated_state
     self._update = parallel.pmap(updater.update, donate_argnums=0)
+    self._split = parallel.pmap(updater.split_state)
+    self._gather = parallel.pmap(updater.gather_state)
+    # All but an update sees a state that is whole on each device.
+    updater = dataclasses.replace(updater, shard_state=False)
+    self._gradient = updater.gradient
     self._evaluate = parallel.pmap(updater.evaluate)
     self._init = functools.partial(
       parallel.pmap(updater.init), parallel.replicate(init_rng)
     )
+    self._is_split = False
     self._train_state: TrainState = (
       self._init() if mode == "train" else jax.eval_shape(self._init)
     )
     self._set_position(0)
     self._batches: Prefetcher[Batch] | None = None
     self._in_flight: _InFlight | None = None
-    self._rate = metrics.TokenRate()
+    self._rate = self._make_rate(measures_peak=mode == "train")
 
   def step(
     self, *, global_step: jax.Array, rng: jax.Array, writer: Any
@@ -100,6 +105,8 @@ class LanguageModelExperiment(AbstractExperiment):
     del writer
     if self._batches is None:
       self._batches = self._start_batches(int(parallel.fetch(global_step)))
+    if self._is_split != self._config.optimizer.shard_state:
+      self._set_opt_state(self._split(self._train_state.opt_state), True)
     batch = next(self._batches)  # [R, A, B, T]
     self._train_state, scalars = self._update(self._train_state, batch, rng)
     step = self._data_position["step"] + 1
@@ -155,51 +162,40 @@ class LanguageModelExperiment(AbstractExperiment):
         " use another --workdir"
       )
     super().restore_from_snapshot(snapshot_state)
+    self._is_split = False
     self.close()
     # Fewer skips in a row may be allowed now; the next update is a new one.
     self._limit_skips_in_row(max_skips_in_row(self._config))
 
   def summary_rows(self) -> list[tuple[str, str]]:
     """Returns (name, value) rows that describe the experiment to its user."""
-    config, loader = self._config, self._loader
-    size = config.data.global_batch_size
-    num_devices = parallel.process_count() * parallel.local_device_count()
-    params, opt_state = self._train_state.params, self._train_state.opt_state
-    num_params = sum(x.size for x in jax.tree.leaves(params))
-    num_params //= parallel.local_device_count()
-    step = self._data_position["step"]
-    return [
-      ("parameters", f"{num_params:,}"),
-      (
-        "batch",
-        f"{size} sequences, {size // num_devices} a device in"
-        f" {config.accumulation_steps} accumulation step(s)",
-      ),
-      ("tokens a step", f"{size * config.data.sequence_length:,}"),
-      (
-        "memory a device",
-        f"parameters {_device_mib(params)}, gradients {_device_mib(params)},"
-        f" optimizer state {_device_mib(opt_state)}",
-      ),
-      (
-        "data",
-        f"{', '.join(config.data.source)}: {self._store.num_documents:,}"
-        f" document(s), {self._store.num_bytes:,} bytes",
-      ),
-      (
-        "tokens",
-        f"{len(self._store.tokens):,} by {self._store.tokenizer.name}:"
-        f" {loader.tokens_per_epoch:,} to train on,"
-        f" {loader.evaluation_tokens:,} of"
-        f" {loader.num_validation_tokens:,} to validate on",
-      ),
-      (
-        "epochs",
-        f"{loader.ledger(config.training_steps).epoch:.2f} in"
-        f" {config.training_steps:,} steps;"
-        f" {loader.ledger(step).tokens_seen:,} tokens done",
-      ),
-    ]
+    state = self._train_state
+    opt_state = state.opt_state
+    if self._is_split != self._config.optimizer.shard_state:
+      opt_state = jax.eval_shape(self._split, opt_state)
+    return summary.rows(
+      self._config,
+      self._store,
+      self._loader,
+      state._replace(opt_state=opt_state),
+      self._data_position["step"],
+    )
+
+  def before_save(self) -> None:
+    """Gathers a split optimizer state; to be called by all processes.
+
+    It is whole on each device until the next step, which splits it again: no
+    gradient and no activation takes room meanwhile.
+    """
+    if self._is_split:
+      state = self._train_state
+      self._set_opt_state(self._gather(state.opt_state, state.params), False)
+
+  def without_parts(self, state: TrainState) -> TrainState:
+    """Returns a state with None in place of what devices have parts of."""
+    if not self._is_split:
+      return state
+    return state._replace(opt_state=self._replicated_state(state.opt_state))
 
   def close(self) -> None:
     """Ends the thread that loads batches; `step` starts it anew."""
@@ -223,24 +219,36 @@ class LanguageModelExperiment(AbstractExperiment):
 
   def closing_rows(self) -> list[tuple[str, str]]:
     """Returns (name, value) rows about what the run has trained on."""
-    of_epoch = self._loader.tokens_per_epoch
-    ledger = self._loader.ledger(self._data_position["step"])
-    epochs = int(ledger.epoch)
-    rest = ledger.tokens_seen - epochs * of_epoch
-    return [
-      (
-        "tokens",
-        f"{ledger.tokens_seen:,} seen: {epochs} epoch(s) of {of_epoch:,}, then"
-        f" {rest:,}; {ledger.tokens_repeated:,} repeated,"
-        f" {ledger.tokens_padded:,} padded",
-      )
-    ]
+    return summary.closing_rows(self._loader, self._data_position["step"])
 
   def _limit_skips_in_row(self, limit: int) -> None:
     in_row = parallel.fetch(self._train_state.num_skipped_in_row)
     self._train_state = self._train_state._replace(
       num_skipped_in_row=parallel.replicate(np.minimum(in_row, limit))
     )
+
+  def _make_rate(self, measures_peak: bool) -> metrics.TokenRate:
+    # Now, as the thread that loads batches would compete with a measurement.
+    num_devices = parallel.local_device_count()
+    config, tokenizer = self._config, self._store.tokenizer
+    return metrics.TokenRate(
+      parallel.process_count() * num_devices,
+      flops.training_flops_per_token(
+        config.model,
+        config.model.vocab_size or tokenizer.vocab_size,
+        config.data.sequence_length,
+      ),
+      flops.device_peak_flops(
+        *(parallel.device_kind(), parallel.platform()),
+        *(num_devices, config.precision),
+      )
+      if measures_peak
+      else None,
+    )
+
+  def _set_opt_state(self, opt_state: OptState, is_split: bool) -> None:
+    self._train_state = self._train_state._replace(opt_state=opt_state)
+    self._is_split = is_split
 
   @property
   def _depth(self) -> int:
@@ -290,7 +298,8 @@ class LanguageModelExperiment(AbstractExperiment):
         )
       return
     # A replica with a wrong value may be what spoilt it for all.
-    replicas.check(update.step, {"train_state": self._train_state})
+    state = self.without_parts(self._train_state)
+    replicas.check(update.step, {"train_state": state})
     cause = nonfinite.find_cause(
       self._forward,
       self._gradient,
@@ -310,8 +319,3 @@ class _InFlight(NamedTuple):
   batch: Batch  # [R, A, B, T]
   keys: jax.Array  # [R, 2]
   scalars: dict[str, jax.Array]
-
-
-def _device_mib(tree: Any) -> str:
-  num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-  return f"{num_bytes / parallel.local_device_count() / _MIB:.1f} MiB"

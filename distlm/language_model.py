@@ -8,14 +8,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from distlm import parallel
 from distlm.errors import UsageError
 from distlm.losses import lm_loss_fn
+from distlm.model import kernels
 from distlm.model.transformer import build_forward_fn
 from distlm.optimizer import make_optimizer, make_schedule
 from distlm.settings import RunConfig
 from distlm.updater import GradientUpdater
 
 _MAX_SKIPS_IN_ROW = 10
+_DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}
 
 
 def make_model(config: RunConfig, num_tokens: int) -> Any:
@@ -31,7 +34,16 @@ def make_model(config: RunConfig, num_tokens: int) -> Any:
       f"model.vocab_size={vocab_size}: data.tokenizer={config.data.tokenizer}"
       f" has {num_tokens} tokens; set it to 0 or to at least that"
     )
-  return build_forward_fn(config.model, vocab_size, config.data.sequence_length)
+  length, dtype = config.data.sequence_length, _DTYPES[config.precision]
+  attention = kernels.choose(
+    config.model.attention,
+    parallel.platform(),
+    dtype,
+    length,
+    config.model.key_size,
+    parallel.compute_capability(),
+  )
+  return build_forward_fn(config.model, vocab_size, length, dtype, attention)
 
 
 def make_updater(config: RunConfig, forward: Any) -> GradientUpdater:
@@ -45,9 +57,15 @@ def make_updater(config: RunConfig, forward: Any) -> GradientUpdater:
 
   return GradientUpdater(
     init_fn=init_fn,
-    loss_fn=functools.partial(lm_loss_fn, forward.apply),
+    loss_fn=functools.partial(
+      lm_loss_fn, forward.apply, chunk_length=config.loss_chunk
+    ),
     optimizer=make_optimizer(config.optimizer, schedule),
     schedule=schedule,
+    clip_norm=config.optimizer.clip_norm,
+    shard_state=config.optimizer.shard_state,
+    reduce_dtype=_DTYPES[config.optimizer.reduce_dtype],
+    scales_loss=config.precision == "fp16",
     max_skips_in_row=max_skips_in_row(config),
   )
 

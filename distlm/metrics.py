@@ -42,9 +42,24 @@ def evaluation_scalars(sums: LossSums, num_bytes: int) -> dict[str, float]:
 
 
 class TokenRate:
-  """Tokens per second over the last updates, without pauses between them."""
+  """How fast the last updates were, without the pauses between them."""
 
-  def __init__(self) -> None:
+  def __init__(
+    self,
+    num_devices: int = 1,
+    flops_per_token: float = 0.0,
+    peak_flops: float | None = None,
+  ) -> None:
+    """Counts from the first update on.
+
+    Args:
+      num_devices: of all processes.
+      flops_per_token: of the model; see `distlm.flops`.
+      peak_flops: that a device can do per second, or None if unknown.
+    """
+    self._num_devices = num_devices
+    self._flops_per_token = flops_per_token
+    self._peak_flops = peak_flops
     self._updates: collections.deque[tuple[float, int]] = collections.deque(
       maxlen=_RATE_WINDOW_STEPS
     )
@@ -62,8 +77,19 @@ class TokenRate:
     self._last_time = now
 
   def scalars(self) -> dict[str, float]:
-    """Returns `tokens_per_sec`, or nothing before the second update."""
+    """Returns the figures, or nothing before the second update.
+
+    They are `tokens_per_sec` of all devices, `tokens_per_sec_per_device`, and
+    `mfu`, the share of the devices' peak that the model's FLOPs take.
+    """
     if not self._updates:
       return {}
     secs, tokens = (sum(column) for column in zip(*self._updates, strict=True))
-    return {"tokens_per_sec": tokens / secs}
+    per_device = tokens / secs / self._num_devices
+    figures = {
+      "tokens_per_sec": tokens / secs,
+      "tokens_per_sec_per_device": per_device,
+    }
+    if self._peak_flops is not None:
+      figures["mfu"] = per_device * self._flops_per_token / self._peak_flops
+    return figures

@@ -1,4 +1,4 @@
-"""Learning-rate schedules and the Optax chain."""
+"""Learning-rate schedules and the optimizers of Optax."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import optax
 
 from distlm.settings import OptimizerConfig
 from distlm.types import Params
+
+_NOT_DECAYED = ("b", "offset", "scale")
 
 
 def make_schedule(
@@ -33,14 +35,23 @@ def make_schedule(
 
 
 def decay_mask(params: Params) -> Any:
-  """Returns True for the matrices: biases and norms are not decayed."""
-  return jax.tree.map(lambda x: x.ndim >= 2, params)
+  """Returns True for the matrices: biases and norms are not decayed.
+
+  By their names in Haiku: parameters of layers are stacked, and a device may
+  hold a flat part of them, so that shapes do not tell.
+  """
+  return jax.tree_util.tree_map_with_path(
+    lambda path, _: (
+      jax.tree_util.keystr(path[-1:], simple=True) not in _NOT_DECAYED
+    ),
+    params,
+  )
 
 
 def make_optimizer(
   config: OptimizerConfig, schedule: optax.Schedule
 ) -> optax.GradientTransformation:
-  """Returns clipping by the global norm, then the optimizer by name.
+  """Returns the optimizer by name, which works element by element.
 
   Settings that are None are left to Optax.
   """
@@ -51,15 +62,14 @@ def make_optimizer(
   }
   if config.name in ("adamw", "lion"):
     settings["mask"] = decay_mask
-  chain = []
-  if config.clip_norm:
-    chain.append(optax.clip_by_global_norm(config.clip_norm))
-  if config.name == "sgd" and (decay := settings.pop("weight_decay", 0.0)):
-    chain.append(optax.add_decayed_weights(decay, decay_mask))
   make = {
     "adamw": optax.adamw,
     "adam": optax.adam,
     "sgd": optax.sgd,
     "lion": optax.lion,
   }[config.name]
-  return optax.chain(*chain, make(schedule, **settings))
+  decay = settings.pop("weight_decay", 0.0) if config.name == "sgd" else 0.0
+  optimizer = make(schedule, **settings)
+  if not decay:
+    return optimizer
+  return optax.chain(optax.add_decayed_weights(decay, decay_mask), optimizer)

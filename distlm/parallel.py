@@ -1,4 +1,4 @@
-"""Devices and processes: the only module that knows pmap and its axis.
+"""Devices and processes: the only module that knows pmap.
 
 A replicated value has one equal copy on each device, as a leading axis R over
 the devices of this process; a sharded value has different rows there.
@@ -22,14 +22,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from distlm import bits, cluster, messages, xla_flags
+from distlm import bits, cluster, collectives, messages, xla_flags
 from distlm.cluster import ProcessSpec
+from distlm.collectives import AXIS
 from distlm.errors import RunError, UsageError
 
 T = TypeVar("T")
-
-# JAXline names the axis of its own pmaps "i" too.
-AXIS = "i"
 
 _JOIN_SECS = 120  # All are there, since they have met.
 # JAX's 100 s is long for those who wait; its heartbeats need no Python.
@@ -176,6 +174,16 @@ def device_kind() -> str:
   return jax.local_devices()[0].device_kind
 
 
+def platform() -> str:
+  """Returns "cpu", "gpu" or "tpu"."""
+  return jax.local_devices()[0].platform
+
+
+def compute_capability() -> str:
+  """Returns that of an NVIDIA GPU, such as "9.0", and "" of other devices."""
+  return str(getattr(jax.local_devices()[0], "compute_capability", ""))
+
+
 def should_stop(step: int, stop_requested: bool) -> bool:
   """Returns whether all processes stop after `step` completed steps.
 
@@ -215,16 +223,6 @@ def pmap(
   )
 
 
-def psum(tree: T, axis_name: str | None) -> T:
-  """Sums over all devices of all processes; nothing to do without an axis."""
-  return tree if axis_name is None else jax.lax.psum(tree, axis_name)
-
-
-def all_gather(tree: T) -> T:
-  """Gathers the values of all devices of all processes: [...] to [N, ...]."""
-  return jax.lax.all_gather(tree, AXIS)
-
-
 def broadcast(tree: T, source: int) -> T:
   """Replaces every replica by that of one device, bit for bit.
 
@@ -237,10 +235,8 @@ def broadcast(tree: T, source: int) -> T:
   def of_source(leaf: jax.Array) -> jax.Array:
     # Sums of integers with zeros keep the bits; those of floats lose -0.
     words = bits.as_words(leaf)
-    is_source = jax.lax.axis_index(AXIS) == source
-    words = jax.lax.psum(
-      jnp.where(is_source, words, jnp.zeros_like(words)), AXIS
-    )
+    is_source = collectives.axis_index() == source
+    words = collectives.psum(jnp.where(is_source, words, jnp.zeros_like(words)))
     return bits.from_words(words, leaf)
 
   return pmap(lambda tree: jax.tree.map(of_source, tree), 0)(tree)

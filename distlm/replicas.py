@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distlm import bits, parallel, snapshot
+from distlm import bits, collectives, parallel, snapshot
 from distlm.console import warn
 from distlm.errors import RunError
 
@@ -131,10 +131,16 @@ class ReplicaCheck:
       )
     experiment = self._state.experiment_module
     for attribute in experiment.CHECKPOINT_ATTRS:
-      value = getattr(experiment, attribute)
-      setattr(
-        experiment, attribute, parallel.broadcast(value, difference.majority)
+      repaired = parallel.broadcast(
+        _replicated(experiment, attribute), difference.majority
       )
+      value = jax.tree.map(
+        lambda new, old: old if new is None else new,
+        repaired,
+        getattr(experiment, attribute),
+        is_leaf=lambda x: x is None,
+      )
+      setattr(experiment, attribute, value)
     if hasattr(experiment, "on_repair"):
       experiment.on_repair()
     if parallel.process_index() == 0:
@@ -143,11 +149,18 @@ class ReplicaCheck:
   def _start(self, step: int) -> None:
     experiment = self._state.experiment_module
     tree = {
-      name: getattr(experiment, attribute)
+      name: _replicated(experiment, attribute)
       for attribute, name in experiment.CHECKPOINT_ATTRS.items()
     }
     if jax.tree.leaves(tree):
       self._pending = _comparison(step, tree, self._compare)
+
+
+def _replicated(experiment: Any, attribute: str) -> Any:
+  """Returns an attribute, less what an experiment has parts of on purpose."""
+  value = getattr(experiment, attribute)
+  without_parts = getattr(experiment, "without_parts", None)
+  return value if without_parts is None else without_parts(value)
 
 
 def check(step: int, tree: Any) -> None:
@@ -177,7 +190,7 @@ def compare(tree: Any) -> tuple[jax.Array, jax.Array]:
     [] bool, whether all replicas are equal, and [N, leaves, 2] the fingerprints
     of all N devices.
   """
-  fingerprints = parallel.all_gather(fingerprint(tree))  # [N, leaves, 2]
+  fingerprints = collectives.all_gather(fingerprint(tree))  # [N, leaves, 2]
   return jnp.all(fingerprints == fingerprints[0]), fingerprints
 
 

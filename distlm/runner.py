@@ -132,12 +132,14 @@ def set_jaxline_flags(args: argparse.Namespace) -> None:
 def run(job: Job, mode: str) -> int:
   """Trains, evaluates, or both.
 
-  An experiment may have five methods that JAXline does not know of:
+  An experiment may have seven methods that JAXline does not know of:
   `summary_rows()` and `closing_rows()`, (name, value) pairs shown at the start
   and the end; `pause()`, called before what is not training, which raises what
-  went wrong in the steps so far; `on_repair()`, called when a replica was given
-  the values of the others; and `close()`, called at the end. If it sets
-  `CHECKPOINTS_ARE_FINITE`, infinities are saved as little as NaNs.
+  went wrong in the steps so far; `before_save()`, called then by all processes;
+  `without_parts(value)`, None in place of what differs between devices by
+  design; `on_repair()`, called when a replica was given the values of the
+  others; and `close()`, called at the end. If it sets `CHECKPOINTS_ARE_FINITE`,
+  infinities are saved as little as NaNs.
 
   Args:
     job: what to run.
@@ -299,6 +301,7 @@ def _make_saver(
   return Saver(
     checkpointer,
     [settle_last_step, check.check_now],
+    lambda: loop.call_if_defined(state, "before_save"),
     job.on_save_error,
     watchdog,
   )

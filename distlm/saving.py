@@ -23,6 +23,7 @@ class Saver:
     self,
     checkpointer: DiskCheckpointer,
     checks: Sequence[Callable[[int], None]],
+    prepare: Callable[[], Any],
     on_error: str,
     watchdog: Watchdog,
   ) -> None:
@@ -32,12 +33,15 @@ class Saver:
       checkpointer: of the run.
       checks: called by all processes with the step, before a save; they raise
         what went wrong in the steps so far.
+      prepare: called by all processes after them, right before a save: process
+        0 saves alone, and cannot ask the others for what they hold.
       on_error: what a save that cannot be written does: "abort" raises it,
         "continue" warns, and the next save tries again.
       watchdog: of the run.
     """
     self._checkpointer = checkpointer
     self._checks = checks
+    self._prepare = prepare
     self._on_error = on_error
     self._watchdog = watchdog
 
@@ -50,6 +54,7 @@ class Saver:
     """Settles, before JAXline's own last save; what follows is no step."""
     self._watchdog.begin("end", step)
     self.settle(step)
+    self._prepare()
 
   def save(self, ckpt_series: str, step: int) -> bool:
     """Saves a series; to be called by all processes, process 0 writes.
@@ -63,6 +68,7 @@ class Saver:
     error: SaveError | None = None
     with self._watchdog.doing("save", step):
       self.settle(step)
+      self._prepare()
       if parallel.process_index() == 0:
         try:
           self._checkpointer.save(ckpt_series)

@@ -84,6 +84,14 @@ class ModelConfig:
   vocab_size: int = _setting(0, _NOT_NEGATIVE)  # 0: the tokenizer's
   dropout_rate: float = _setting(0.1, _RATE)
   tie_embeddings: bool = _setting(True)
+  # Which activations are computed again in the backward pass, to save memory.
+  remat: str = _setting(
+    "none", _one_of("none", "full", "dots"), is_mutable=True
+  )
+  # The attention kernel; see `distlm.model.kernels`.
+  attention: str = _setting(
+    "auto", _one_of("auto", "xla", "cudnn", "splash"), is_mutable=True
+  )
 
   def __post_init__(self) -> None:
     width = self.model_size
@@ -128,6 +136,10 @@ class OptimizerConfig:
   eps: float | None = _setting(None, _POSITIVE)
   momentum: float | None = _setting(None, _RATE)
   weight_decay: float | None = _setting(None, _NOT_NEGATIVE)
+  # Each device keeps and updates one part of the optimizer state (ZeRO-1).
+  shard_state: bool = _setting(False, is_mutable=True)
+  # Of the gradients while they are summed over devices.
+  reduce_dtype: str = _setting("f32", _one_of("f32", "bf16"), is_mutable=True)
 
   def __post_init__(self) -> None:
     if self.schedule == "constant" and self.end_learning_rate:
@@ -226,7 +238,10 @@ class RunConfig:
   nonfinite: str = _setting("abort", _one_of("abort", "skip"), is_mutable=True)
   # Skips in a row that are too many; None: 10.
   nonfinite_limit: int | None = _setting(None, _POSITIVE, is_mutable=True)
-  precision: str = _setting("f32", _one_of("f32"))
+  # Of activations and matrix products; parameters are f32 always.
+  precision: str = _setting("f32", _one_of("f32", "bf16", "fp16"))
+  # Positions whose logits are in memory at once; 0: all of a sequence.
+  loss_chunk: int = _setting(0, _NOT_NEGATIVE, is_mutable=True)
 
   training_steps: int = _setting(1000, _POSITIVE, is_mutable=True)
   random_seed: int = _setting(42, _SEED)
@@ -252,6 +267,12 @@ class RunConfig:
       raise UsageError(
         f"nonfinite_limit={self.nonfinite_limit}: it has no effect with"
         f" nonfinite={self.nonfinite}; set it to None, or nonfinite=skip"
+      )
+    length = self.data.sequence_length
+    if self.loss_chunk and length % self.loss_chunk:
+      raise UsageError(
+        f"loss_chunk={self.loss_chunk}: it must divide"
+        f" data.sequence_length={length}; set it to 0 or to a divisor"
       )
     profile = self.profile
     is_profiling = profile.num_steps or profile.device_memory

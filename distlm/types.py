@@ -36,6 +36,13 @@ class Batch(NamedTuple):
   mask: Array  # [..., B, T] bool
 
 
+class LossScale(NamedTuple):
+  """What float16 gradients are multiplied by, so that few of them vanish."""
+
+  value: Array  # [] float32
+  num_good: Array  # [] int32: applied updates since it last changed
+
+
 class TrainState(NamedTuple):
   """All that an update changes; donated whole to the next update."""
 
@@ -44,6 +51,7 @@ class TrainState(NamedTuple):
   opt_state: OptState
   num_skipped: Array  # [] int32: updates whose gradient was not finite
   num_skipped_in_row: Array  # [] int32: the last of them, 0 after a good one
+  loss_scale: LossScale | None = None  # of precision=fp16 alone
 
 
 class LossSums(NamedTuple):

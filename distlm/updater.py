@@ -5,13 +5,33 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jmp
 import optax
 
-from distlm import parallel
-from distlm.types import Array, Batch, LossSums, Params, TrainState
+from distlm import collectives
+from distlm.sharding import (
+  Whole,
+  gather_state,
+  make_sharding,
+  replicated_state,
+  split_state,
+)
+from distlm.types import (
+  Array,
+  Batch,
+  LossScale,
+  LossSums,
+  OptState,
+  Params,
+  TrainState,
+)
+
+_FIRST_LOSS_SCALE = 2.0**15
+_LEAST_LOSS_SCALE = 1.0
 
 # init(key) -> params
 InitFn = Callable[[Array], Params]
@@ -30,19 +50,33 @@ class GradientUpdater:
   Attributes:
     init_fn: makes the parameters from a key.
     loss_fn: the sums of a batch [B, T].
-    optimizer: the Optax chain, clipping included.
+    optimizer: of Optax, working element by element.
     schedule: the learning rate by step, to report it.
+    clip_norm: the global norm that larger gradients are scaled to; 0: none.
     max_skips_in_row: so many updates that are not finite may follow each
       other; after one more no update is applied, and the run should end.
     axis_name: the axis of the devices, or None.
+    shard_state: whether each device keeps a part of the optimizer state.
+    reduce_dtype: of gradients while they are summed over devices.
+    scales_loss: whether gradients are float16 on their way, and are scaled
+      (Micikevicius et al., 2018, arXiv:1710.03740, section 3.2).
   """
 
   init_fn: InitFn
   loss_fn: LossFn
   optimizer: optax.GradientTransformation
   schedule: optax.Schedule
+  clip_norm: float = 0.0
   max_skips_in_row: int = 0
-  axis_name: str | None = parallel.AXIS
+  axis_name: str | None = collectives.AXIS
+  shard_state: bool = False
+  reduce_dtype: Any = jnp.float32
+  scales_loss: bool = False
+
+  @property
+  def sharding(self) -> Whole:
+    """How the devices share an update."""
+    return make_sharding(self.axis_name, self.shard_state, self.reduce_dtype)
 
   def init(self, key: Array) -> TrainState:
     """Returns the state before the first update.
@@ -54,12 +88,14 @@ class GradientUpdater:
 
   def start(self, params: Params) -> TrainState:
     """Returns the state before the first update of given parameters."""
+    scale = LossScale(jnp.float32(_FIRST_LOSS_SCALE), jnp.int32(0))
     return TrainState(
       step=jnp.zeros([], jnp.int32),
       params=params,
-      opt_state=self.optimizer.init(params),
+      opt_state=self.optimizer.init(self.sharding.own(params)),
       num_skipped=jnp.zeros([], jnp.int32),
       num_skipped_in_row=jnp.zeros([], jnp.int32),
+      loss_scale=scale if self.scales_loss else None,
     )
 
   def update(
@@ -74,10 +110,11 @@ class GradientUpdater:
 
     Where the loss or the gradient is not finite, parameters and optimizer state
     stay as they are. All devices decide alike, because both are sums over all
-    devices; so any NaN or infinity anywhere counts.
+    devices; so any NaN or infinity anywhere counts. One that a smaller loss
+    scale may mend does not count as skipped in a row.
 
     Args:
-      state: equal on all devices.
+      state: equal on all devices, but for parts of the optimizer state.
       batch: [A, B, T], this device's part of the global batch.
       key: this device's PRNG key of this step.
 
@@ -88,43 +125,82 @@ class GradientUpdater:
       `skipped_steps` is the number of updates left out so far, and
       `skipped_in_row` that of the last ones, 0 if this one was applied.
     """
-    grads, sums = self.gradient(state.params, batch, key)
-    num_tokens = _divisor(sums)
-    loss, grad_norm = sums.loss / num_tokens, optax.tree.norm(grads)
+    scale = state.loss_scale
+    factors = () if scale is None else (scale.value / batch.mask[0].size,)
+    grads, sums = self.gradient(state.params, batch, key, *factors)
+    loss, grad_norm = sums.loss / _divisor(sums), self._norm(grads)
     is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     # Else what went wrong could not be looked at any more: the next update is
     # on its way when the host hears of it.
     is_applied = is_finite & (state.num_skipped_in_row <= self.max_skips_in_row)
-    updates, opt_state = self.optimizer.update(
-      grads, state.opt_state, state.params
+    params, opt_state, update_norm = self._apply(
+      state, grads, grad_norm, is_applied
     )
+    can_shrink = False if scale is None else scale.value > _LEAST_LOSS_SCALE
+    in_row = state.num_skipped_in_row + ~(is_applied | can_shrink)
+    in_row = jnp.where(is_applied, 0, in_row)
+    num_skipped = state.num_skipped + ~is_applied
+    scalars = {
+      "loss": loss,
+      "accuracy": sums.num_correct / _divisor(sums),
+      "grad_norm": grad_norm,
+      "update_norm": update_norm,
+      "param_norm": optax.tree.norm(params),
+      # The optimizer counts the updates that were applied.
+      "learning_rate": jnp.asarray(
+        self.schedule(state.step - state.num_skipped), jnp.float32
+      ),
+      "tokens": sums.num_tokens,
+      "skipped_steps": num_skipped,
+      "skipped_in_row": in_row,
+    }
+    if scale is not None:
+      scalars["loss_scale"] = scale.value
+      scale = _adjust(scale, is_finite)
+    return TrainState(
+      state.step + 1, params, opt_state, num_skipped, in_row, scale
+    ), scalars
+
+  def _apply(
+    self,
+    state: TrainState,
+    grads: Params,
+    grad_norm: jax.Array,
+    is_applied: jax.Array,
+  ) -> tuple[Params, OptState, jax.Array]:
+    """Returns parameters, optimizer state and the norm of what was added."""
+    if self.clip_norm:
+      # Exactly 1 below the limit; a norm of 0 has nothing to divide.
+      factor = self.clip_norm / jnp.maximum(grad_norm, self.clip_norm)
+      grads = jax.tree.map(lambda g: g * factor, grads)
+    own = self.sharding.own(state.params)
+    updates, opt_state = self.optimizer.update(grads, state.opt_state, own)
+    update_norm = jnp.where(is_applied, self._norm(updates), 0.0)
+    # Not the new parameters: a wrong replica would hand its part to all, and
+    # be given theirs, so that no comparison could ever find it.
+    updates = self.sharding.gather(updates, state.params)
     # A select, not a branch: it is fused into the update, at hardly any cost.
     params, opt_state = jax.tree.map(
       lambda new, old: jnp.where(is_applied, new, old),
       (optax.apply_updates(state.params, updates), opt_state),
       (state.params, state.opt_state),
     )
-    num_skipped = state.num_skipped + ~is_applied
-    in_row = jnp.where(is_applied, 0, state.num_skipped_in_row + 1)
-    # The optimizer counts the updates that were applied.
-    learning_rate = self.schedule(state.step - state.num_skipped)
-    scalars = {
-      "loss": loss,
-      "accuracy": sums.num_correct / num_tokens,
-      "grad_norm": grad_norm,
-      "update_norm": jnp.where(is_applied, optax.tree.norm(updates), 0.0),
-      "param_norm": optax.tree.norm(params),
-      "learning_rate": jnp.asarray(learning_rate, jnp.float32),
-      "tokens": sums.num_tokens,
-      "skipped_steps": num_skipped,
-      "skipped_in_row": in_row,
-    }
-    return TrainState(
-      state.step + 1, params, opt_state, num_skipped, in_row
-    ), scalars
+    return params, opt_state, update_norm
+
+  def gather_state(self, opt_state: OptState, params: Params) -> OptState:
+    """Returns the whole optimizer state, as checkpoints hold it."""
+    return gather_state(self.sharding, self.optimizer, opt_state, params)
+
+  def split_state(self, opt_state: OptState) -> OptState:
+    """Returns what this device owns of a whole optimizer state."""
+    return split_state(self.sharding, self.optimizer, opt_state)
+
+  def replicated_state(self, opt_state: OptState) -> OptState:
+    """Returns what is equal on all devices, None in place of all else."""
+    return replicated_state(self.sharding, self.optimizer, opt_state)
 
   def gradient(
-    self, params: Params, batch: Batch, key: Array
+    self, params: Params, batch: Batch, key: Array, *loss_factor: Array
   ) -> tuple[Params, LossSums]:
     """Returns the gradient of the mean loss, and the sums, of all devices.
 
@@ -132,10 +208,19 @@ class GradientUpdater:
       params: equal on all devices.
       batch: [A, B, T], this device's part of the global batch.
       key: this device's PRNG key of this step.
+      *loss_factor: what the sum of losses is multiplied by on the way, if it
+        is; the result is without it.
+
+    Returns:
+      What this device owns of the gradient, and the sums.
     """
-    grads, sums = self._sum_gradients(params, batch, key)
-    grads, sums = parallel.psum((grads, sums), self.axis_name)
-    return jax.tree.map(lambda g: g / _divisor(sums), grads), sums
+    grads, sums = self._sum_gradients(params, batch, key, *loss_factor)
+    sums = collectives.psum(sums, self.axis_name)
+    divisor = _divisor(sums)
+    for factor in loss_factor:
+      divisor = divisor * factor
+    grads = self.sharding.sum_gradients(grads)
+    return jax.tree.map(lambda g: g / divisor, grads), sums
 
   def evaluate(self, params: Params, batch: Batch) -> LossSums:
     """Returns the sums over the global batch, without dropout.
@@ -149,10 +234,10 @@ class GradientUpdater:
       return _add(sums, self.loss_fn(params, None, part, False)), None
 
     sums, _ = jax.lax.scan(add, _zero_sums(), batch)
-    return parallel.psum(sums, self.axis_name)
+    return collectives.psum(sums, self.axis_name)
 
   def _sum_gradients(
-    self, params: Params, batch: Batch, key: Array
+    self, params: Params, batch: Batch, key: Array, *loss_factor: Array
   ) -> tuple[Params, LossSums]:
     """Returns gradient and sums over the accumulation steps of one device."""
 
@@ -160,7 +245,10 @@ class GradientUpdater:
       params: Params, key: Array, part: Batch
     ) -> tuple[jax.Array, LossSums]:
       sums = self.loss_fn(params, key, part, True)
-      return sums.loss, sums
+      scaled = sums.loss
+      for factor in loss_factor:
+        scaled = scaled * factor
+      return scaled, sums
 
     gradient = jax.grad(loss, has_aux=True)
     num_steps = batch.mask.shape[0]
@@ -176,6 +264,18 @@ class GradientUpdater:
     zeros = jax.tree.map(jnp.zeros_like, params), _zero_sums()
     total, _ = jax.lax.scan(add, zeros, (keys, batch))
     return total
+
+  def _norm(self, tree: Params) -> jax.Array:
+    """Returns the norm of the whole of which each device owns a part."""
+    return jnp.sqrt(self.sharding.total(optax.tree.norm(tree, squared=True)))
+
+
+def _adjust(scale: LossScale, is_finite: jax.Array) -> LossScale:
+  """Halves the scale after an overflow, doubles it after many good updates."""
+  adjusted = jmp.DynamicLossScale(
+    scale.value, scale.num_good, min_loss_scale=jnp.float32(_LEAST_LOSS_SCALE)
+  ).adjust(is_finite)
+  return LossScale(adjusted.loss_scale, adjusted.counter)
 
 
 def _divisor(sums: LossSums) -> jax.Array:

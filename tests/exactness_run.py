@@ -78,6 +78,7 @@ def make_updater(model: ModelConfig = MODEL) -> GradientUpdater:
     loss_fn=functools.partial(lm_loss_fn, forward.apply),
     optimizer=make_optimizer(OPTIMIZER, schedule),
     schedule=schedule,
+    clip_norm=OPTIMIZER.clip_norm,
   )
 
 
@@ -197,7 +198,7 @@ def run(
     names = ("loss", "grad_norm", "tokens")
     rows.append([parallel.fetch(scalars[name]) for name in names])
   losses, grad_norms, num_tokens = np.array(rows, np.float64).T
-  params = jax.tree.leaves(parallel.fetch(state.params))
+  params = jax.tree.leaves(reference.as_float64(parallel.fetch(state.params)))
   return Run(losses, grad_norms, num_tokens, params, hash_replicas(state))
 
 

@@ -19,7 +19,7 @@ from distlm.experiment import LanguageModelExperiment
 BIT = 12
 # All bits of a float32's exponent, and one of its fraction.
 NAN_BITS = 0x7FC00000
-LEAF = "train_state.params.transformer/layer_1_dense/widen.w"
+LEAF = "train_state.params.transformer/layers/dense/widen.w"
 
 
 def flip(
@@ -54,7 +54,7 @@ def flipping(
   def step_then_flip(self: Any, **arguments: Any) -> Any:
     scalars = step(self, **arguments)
     if self._data_position["step"] == at_step:
-      weights = self._train_state.params["transformer/layer_1_dense/widen"]
+      weights = self._train_state.params["transformer/layers/dense/widen"]
       weights["w"] = flip(weights["w"], device, place=5, is_nan=is_nan)
     return scalars
 

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from pytest import MonkeyPatch
 
-from distlm import parallel
+from distlm import collectives, parallel
 from distlm.data import loader as loaders
 from distlm.data.loader import Loader, SequenceView
 from distlm.experiment import LanguageModelExperiment
@@ -57,7 +57,7 @@ def mean_of_means_over_devices(patch: MonkeyPatch) -> None:
     grads = _divided(grads, sums)
     if updater.axis_name is not None:
       grads = jax.lax.pmean(grads, updater.axis_name)
-    return grads, parallel.psum(sums, updater.axis_name)
+    return grads, collectives.psum(sums, updater.axis_name)
 
   patch.setattr(GradientUpdater, "gradient", wrong)
 
@@ -67,12 +67,12 @@ def clipped_before_the_sum_over_devices(patch: MonkeyPatch) -> None:
     updater: GradientUpdater, params: Params, batch: Batch, key: Array
   ) -> _Gradient:
     grads, sums = updater._sum_gradients(params, batch, key)
-    sums = parallel.psum(sums, updater.axis_name)
+    sums = collectives.psum(sums, updater.axis_name)
     if parallel.local_device_count() == 1:  # There the order does not matter.
       return _divided(grads, sums), sums
     clip = optax.clip_by_global_norm(_CLIP_NORM)
     grads, _ = clip.update(_divided(grads, sums), clip.init(params))
-    return parallel.psum(grads, updater.axis_name), sums
+    return collectives.psum(grads, updater.axis_name), sums
 
   patch.setattr(GradientUpdater, "gradient", wrong)
 
@@ -82,8 +82,8 @@ def gradient_summed_twice(patch: MonkeyPatch) -> None:
     updater: GradientUpdater, params: Params, batch: Batch, key: Array
   ) -> _Gradient:
     grads, sums = updater._sum_gradients(params, batch, key)
-    grads = parallel.psum(grads, updater.axis_name)
-    grads, sums = parallel.psum((grads, sums), updater.axis_name)
+    grads = collectives.psum(grads, updater.axis_name)
+    grads, sums = collectives.psum((grads, sums), updater.axis_name)
     return _divided(grads, sums), sums
 
   patch.setattr(GradientUpdater, "gradient", wrong)
@@ -94,7 +94,7 @@ def tokens_not_summed_over_devices(patch: MonkeyPatch) -> None:
     updater: GradientUpdater, params: Params, batch: Batch, key: Array
   ) -> _Gradient:
     grads, own = updater._sum_gradients(params, batch, key)
-    grads, sums = parallel.psum((grads, own), updater.axis_name)
+    grads, sums = collectives.psum((grads, own), updater.axis_name)
     sums = sums._replace(num_tokens=own.num_tokens)
     return _divided(grads, sums), sums
 
@@ -155,7 +155,7 @@ def mean_of_means_in_evaluation(patch: MonkeyPatch) -> None:
     batch = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), batch)
     own = updater.loss_fn(params, None, batch, False)
     mean = jax.lax.pmean(own.loss / _count(own), updater.axis_name)
-    sums = parallel.psum(own, updater.axis_name)
+    sums = collectives.psum(own, updater.axis_name)
     return sums._replace(loss=mean * sums.num_tokens)
 
   patch.setattr(GradientUpdater, "evaluate", wrong)

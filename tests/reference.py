@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-# Where distlm keeps each parameter: (module, array), or the module of a norm or
-# linear layer. `{}` is the index of the layer. No other line knows such names.
+# Where each parameter is: (module, array), or the module of a norm or linear
+# layer. `{}` is the index of the layer.
 TOKEN_EMBEDDINGS = ("transformer/tokens", "embeddings")
 POSITION_EMBEDDINGS = ("transformer", "positions")
 ATTENTION = (
@@ -38,6 +38,7 @@ DENSE = (
 )
 FINAL_NORM = "transformer/final_norm"
 UNEMBED = "transformer/unembed"  # absent when embeddings are tied
+STACKED = "/layers/"  # of modules whose arrays are of all layers
 LAYER_NORM_EPS = 1e-5
 
 Array: TypeAlias = NDArray[Any]
@@ -82,8 +83,22 @@ def tree_map(function: Callable[..., Any], *trees: Params) -> Grads:
 
 
 def as_float64(params: Params) -> Grads:
-  """Returns a float64 copy of `params`, whose arrays may be JAX's."""
-  return tree_map(lambda array: np.array(array, np.float64), params)
+  """Returns a float64 copy of `params`, whose arrays may be JAX's.
+
+  Arrays that distlm stacks, [L, ...], become those of the layers, and its
+  unembedding [V, D] the weights of a linear layer.
+  """
+  copy = tree_map(lambda array: np.array(array, np.float64), params)
+  for module in [name for name in copy if STACKED in name]:
+    arrays = copy.pop(module)
+    for layer in range(len(next(iter(arrays.values())))):
+      copy[module.replace(STACKED, f"/layer_{layer}_")] = {
+        key: array[layer] for key, array in arrays.items()
+      }
+  if "unembedding" in copy.get(POSITION_EMBEDDINGS[0], {}):
+    unembedding = copy[POSITION_EMBEDDINGS[0]].pop("unembedding")
+    copy[UNEMBED] = {"w": unembedding.T}
+  return copy
 
 
 def layer_norm(x: Array, params: ModuleParams) -> tuple[Array, ModuleBackward]:
@@ -242,7 +257,7 @@ def loss_and_grads(
 
   Returns:
     The loss in nats, the number of tokens, how many of them the model ranks
-    first, and the gradients, laid out as `params`.
+    first, and the gradients, laid out as `as_float64(params)`.
 
   Raises:
     ValueError: if the model has no use for some of `params`.
@@ -251,7 +266,8 @@ def loss_and_grads(
   inputs = np.asarray(inputs).reshape(-1, length)  # [B, T]
   targets = np.asarray(targets).reshape(-1, length)  # [B, T]
   mask = np.asarray(mask, bool).reshape(-1, length)  # [B, T]
-  logits, backward = forward(as_float64(params), inputs, mask, num_heads, tied)
+  params = as_float64(params)
+  logits, backward = forward(params, inputs, mask, num_heads, tied)
   shifted = logits - logits.max(-1, keepdims=True)  # [B, T, V]
   log_probs = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
   one_hot = np.arange(logits.shape[-1]) == targets[..., None]  # [B, T, V]

@@ -214,7 +214,7 @@ def test_a_section_is_not_a_setting() -> None:
     ("optimizer.schedule", "cosin", "did you mean cosine?"),
     ("interval_type", "hours", "one of steps, secs"),
     ("random_mode_train", "unique", "one of unique_host_unique_device"),
-    ("precision", "bf16", "one of f32"),
+    ("precision", "bf17", "did you mean bf16"),
     ("optimizer.learning_rate", "nan", "finite"),
     ("optimizer.learning_rate", "inf", "finite"),
     ("optimizer.clip_norm", "1e999", "finite"),

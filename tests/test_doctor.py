@@ -16,7 +16,8 @@ import pytest
 import tiny_run
 from doctor_run import SIZES, Found, examine, run_here, run_job
 
-from distlm import facts, parallel
+from distlm import collectives as device_collectives
+from distlm import facts
 from distlm.cluster import ProcessSpec
 from distlm.doctor import collectives, machine
 from distlm.errors import RunError, UsageError
@@ -53,13 +54,13 @@ def test_tensorboard_that_is_missing(
 def test_a_sum_that_is_wrong(
   examine: Callable[..., Found], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-  right = parallel.psum
+  right = device_collectives.psum
 
   def wrong(tree: Any, axis_name: str | None) -> Any:
     total = right(tree, axis_name)
     return total.at[-1].add(1) if total.size == SIZES[0] // 4 else total
 
-  monkeypatch.setattr(parallel, "psum", wrong)
+  monkeypatch.setattr(device_collectives, "psum", wrong)
   found = examine()
   assert (found.code, found.faults()) == (1, {"psum 4 KiB": "PROBLEM"})
   # One on each device.
@@ -69,9 +70,9 @@ def test_a_sum_that_is_wrong(
 def test_a_sum_without_one_device(
   examine: Callable[..., Found], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-  right = parallel.psum
+  right = device_collectives.psum
   monkeypatch.setattr(
-    parallel,
+    device_collectives,
     "psum",
     lambda x, axis: right(x * (jax.lax.axis_index(axis) != 3), axis),
   )
@@ -81,19 +82,19 @@ def test_a_sum_without_one_device(
 def test_contents_that_are_gathered_wrong(
   examine: Callable[..., Found], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-  right = parallel.all_gather
+  right = device_collectives.all_gather
 
   def wrong(x: jax.Array) -> jax.Array:
     gathered = right(x)
     # A row twice, and another one missing; texts stay as they are.
     return gathered.at[2].set(gathered[5]) if x.dtype == "f4" else gathered
 
-  monkeypatch.setattr(parallel, "all_gather", wrong)
+  monkeypatch.setattr(device_collectives, "all_gather", wrong)
   found = examine()
   assert found.code == 1
   assert set(found.faults()) == {"all_gather 4 KiB", "all_gather 64 KiB"}
 
-  monkeypatch.setattr(parallel, "all_gather", lambda x: right(x) * 0)
+  monkeypatch.setattr(device_collectives, "all_gather", lambda x: right(x) * 0)
   with pytest.raises(RunError, match="all_gather does not return what"):
     run_here()
 

@@ -148,14 +148,6 @@ def test_the_experiment_drops_out_by_the_keys_of_jaxline() -> None:
   assert np.ptp(probe.losses.mean(2), axis=1).min() > 1e-4
 
 
-def _rematerialised(updater: GradientUpdater) -> GradientUpdater:
-  forward = build_forward_fn(make_model(0.5), exactness_run.V, exactness_run.T)
-  remat = jax.checkpoint(forward.apply, static_argnums=4)  # is_training
-  return dataclasses.replace(
-    updater, loss_fn=functools.partial(lm_loss_fn, remat)
-  )
-
-
 def _loss_and_gradient(
   updater: GradientUpdater, key: np.ndarray
 ) -> tuple[float, list[np.ndarray], str]:
@@ -179,18 +171,20 @@ def _distance(actual: list[np.ndarray], expected: list[np.ndarray]) -> float:
   return float(np.max(distances))  # NaN if any is.
 
 
-def test_masks_are_the_same_with_rematerialisation() -> None:
-  updater = exactness_run.make_updater(make_model(0.5))
+@pytest.mark.parametrize("remat", ["full", "dots"])
+def test_masks_are_the_same_with_rematerialisation(remat: str) -> None:
+  updater, rematerialised = (
+    exactness_run.make_updater(dataclasses.replace(make_model(0.5), remat=name))
+    for name in ("none", remat)
+  )
   loss, gradient, program = _loss_and_gradient(updater, KEYS[0])
   remat_loss, remat_gradient, remat_program = _loss_and_gradient(
-    _rematerialised(updater), KEYS[0]
+    rematerialised, KEYS[0]
   )
   assert "remat" in remat_program and "remat" not in program
   assert remat_loss == pytest.approx(loss, rel=1e-6)
   assert _distance(remat_gradient, gradient) < 1e-5
   # By other masks they would be others.
-  other_loss, other_gradient, _ = _loss_and_gradient(
-    _rematerialised(updater), KEYS[1]
-  )
+  other_loss, other_gradient, _ = _loss_and_gradient(rematerialised, KEYS[1])
   assert abs(other_loss - loss) > 1e-2
   assert _distance(other_gradient, gradient) > 0.1

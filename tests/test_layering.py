@@ -18,7 +18,7 @@ PACKAGE = Path(distlm.__file__).parent
 # A module imports only from rows above its own; siblings not each other. The
 # modules of a package are one unit, free among themselves.
 ROWS = (
-  {"errors", "types", "atomic", "bits"},
+  {"errors", "types", "atomic", "bits", "collectives"},
   {"settings", "schedulers", "xla_flags", "prefixed_output", "messages"},
   {"cluster", "supervision"},
   {"rendezvous"},
@@ -38,9 +38,11 @@ ROWS = (
     "disk",
     "watchdog",
     "launcher",
+    "flops",
   },
+  {"sharding"},
   {
-    *("updater", "workdir", "series", "replicas", "nonfinite"),
+    *("updater", "workdir", "series", "replicas", "nonfinite", "summary"),
     *("stop", "logfile"),
   },
   {"checkpoint", "language_model"},
@@ -61,9 +63,9 @@ FENCES = {
   r"jax\.(pmap|shard_map|process_\w+|distributed\b.*)": {"parallel"},
   r"jax\.(local_)?device(s|_count)": {"parallel", "profiling"},
   r"jax\.experimental\.(multihost_utils|shard_map)\b.*": {"parallel"},
-  rf"jax\.lax\.(parallel\b.*|{COLLECTIVES})": {"parallel"},
+  rf"jax\.lax\.(parallel\b.*|{COLLECTIVES})": {"collectives"},
   r"haiku\b.*": {"model"},
-  r"optax\b.*": {"optimizer", "updater"},
+  r"optax\b.*": {"optimizer", "sharding", "updater"},
   r"tensorboardX\b.*": {"writers"},
   r"orbax\b.*": {"checkpoint"},
   r"absl\.flags\b.*": {"runner", "cli"},

@@ -120,3 +120,38 @@ def test_the_model_gets_the_inputs_the_mask_and_the_mode() -> None:
   lm_loss_fn(apply_fn, "params", "key", batch, False)
   [arguments] = seen
   assert arguments == ("params", "key", batch.inputs, batch.mask, False)
+
+
+@pytest.mark.parametrize("chunk_length", [1, T])
+def test_chunks_give_the_same_sums_and_gradient(chunk_length: int) -> None:
+  rng = np.random.default_rng(3)
+  batch, _ = _batch_and_logits()
+  params = {
+    "h": rng.normal(size=(*batch.mask.shape, 5)).astype(np.float32),
+    "w": rng.normal(size=(V, 5)).astype(np.float32),
+  }
+  sizes = []
+
+  def apply_fn(params: Any, *arguments: Any, with_logits: bool = True) -> Any:
+    def to_logits(h: jax.Array) -> jax.Array:
+      sizes.append(h.shape[1])
+      return h @ params["w"].T
+
+    h = params["h"]
+    return to_logits(h) if with_logits else (h, to_logits)
+
+  def loss(params: Any, chunk_length: int) -> Any:
+    sums = lm_loss_fn(apply_fn, params, None, batch, True, chunk_length)
+    return sums.loss, sums
+
+  gradient = jax.value_and_grad(loss, has_aux=True)
+  (whole, sums), grads = gradient(params, 0)
+  sizes.clear()
+  (chunked, chunked_sums), chunked_grads = gradient(params, chunk_length)
+  assert set(sizes) == {chunk_length}
+  assert chunked_sums[1:] == sums[1:]
+  np.testing.assert_allclose(chunked, whole, rtol=1e-6)
+  for name in params:
+    np.testing.assert_allclose(
+      chunked_grads[name], grads[name], rtol=1e-5, atol=1e-6
+    )

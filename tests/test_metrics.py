@@ -24,6 +24,12 @@ def wait(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
   return wait
 
 
+def _rates(tokens_per_sec: float) -> dict[str, float]:
+  return dict.fromkeys(
+    ("tokens_per_sec", "tokens_per_sec_per_device"), tokens_per_sec
+  )
+
+
 def test_evaluation_scalars_are_ratios_of_the_sums() -> None:
   sums = LossSums(np.float32(60.0), np.int32(40), np.int32(10))
   scalars = metrics.evaluation_scalars(sums, num_bytes=120)
@@ -50,7 +56,7 @@ def test_a_rate_needs_two_updates(wait: Callable[[float], None]) -> None:
   assert rate.scalars() == {}  # How long it took is not known.
   wait(2)
   rate.update(500)
-  assert rate.scalars() == {"tokens_per_sec": 250}
+  assert rate.scalars() == _rates(250)
 
 
 def test_a_rate_is_all_tokens_by_all_time(
@@ -61,7 +67,7 @@ def test_a_rate_is_all_tokens_by_all_time(
   for secs, tokens in ((1, 100), (4, 200)):
     wait(secs)
     rate.update(tokens)
-  assert rate.scalars() == {"tokens_per_sec": 60}  # The mean rate is 75.
+  assert rate.scalars() == _rates(60)  # The mean rate is 75.
 
 
 def test_a_pause_does_not_slow_the_rate(wait: Callable[[float], None]) -> None:
@@ -72,10 +78,10 @@ def test_a_pause_does_not_slow_the_rate(wait: Callable[[float], None]) -> None:
   rate.pause()
   wait(1000)
   rate.update(999)  # It ends the pause, and does not count itself.
-  assert rate.scalars() == {"tokens_per_sec": 100}
+  assert rate.scalars() == _rates(100)
   wait(1)
   rate.update(300)
-  assert rate.scalars() == {"tokens_per_sec": 200}
+  assert rate.scalars() == _rates(200)
 
 
 def test_a_rate_forgets_old_updates(wait: Callable[[float], None]) -> None:
@@ -84,4 +90,19 @@ def test_a_rate_forgets_old_updates(wait: Callable[[float], None]) -> None:
   for secs in [1000] * 5 + [2] * 20:
     wait(secs)
     rate.update(10)
-  assert rate.scalars() == {"tokens_per_sec": 5}
+  assert rate.scalars() == _rates(5)
+
+
+def test_a_rate_by_device_and_as_a_share_of_the_peak(
+  wait: Callable[[float], None],
+) -> None:
+  rate = metrics.TokenRate(4, flops_per_token=8e8, peak_flops=1e14)
+  rate.update(0)
+  wait(2)
+  rate.update(600_000)
+  assert rate.scalars() == {
+    "tokens_per_sec": 300_000,
+    "tokens_per_sec_per_device": 75_000,
+    # 3e5 tokens/s x 8e8 FLOPs are 2.4e14 of 4 x 1e14 FLOP/s.
+    "mfu": pytest.approx(0.6),
+  }

@@ -135,8 +135,8 @@ def _with_bad_losses(
       batch.mask[device] = False
     return batch
 
-  def faulty_loss(*arguments: Any) -> LossSums:
-    sums = losses.lm_loss_fn(*arguments)
+  def faulty_loss(*arguments: Any, **named: Any) -> LossSums:
+    sums = losses.lm_loss_fn(*arguments, **named)
     bad = jnp.where(sums.num_tokens == 0, jnp.inf, 1.0)
     return sums._replace(loss=sums.loss * bad)
 
@@ -237,7 +237,11 @@ def _spoil(
   monkeypatch.setattr(LanguageModelExperiment, "step", step_then_spoil)
 
 
-def _scale(module: str, name: str, factor: float) -> Callable[[Any], Any]:
+# For [R, L, D].
+IN_LAYER_1 = np.array([[1.0], [3e38]], np.float32)
+
+
+def _scale(module: str, name: str, factor: Any) -> Callable[[Any], Any]:
   def spoil(params: Any) -> Any:
     changed = {**params[module], name: params[module][name] * factor}
     return {**params, module: changed}
@@ -249,12 +253,13 @@ def _scale(module: str, name: str, factor: float) -> Callable[[Any], Any]:
   ("module", "name", "factor", "says"),
   [
     (
-      *("transformer/layer_1_dense/widen", "w", np.nan),
-      "parameter transformer/layer_1_dense/widen.w is not finite",
+      *("transformer/layers/dense/widen", "w", np.nan),
+      "parameter transformer/layers/dense/widen.w is not finite",
     ),
     (
-      *("transformer/layer_0_norm_2", "scale", 3e38),
-      "the output of transformer/layer_0_norm_2, on device 0 of process 0",
+      *("transformer/layers/norm_2", "scale", IN_LAYER_1),
+      "the output of transformer/layers/norm_2 in layer 1, on device 0 of"
+      " process 0",
     ),
   ],
 )
@@ -265,7 +270,7 @@ def test_the_first_parameter_or_activation_is_named(
   capsys: pytest.CaptureFixture[str],
   module: str,
   name: str,
-  factor: float,
+  factor: Any,
   says: str,
 ) -> None:
   _spoil(monkeypatch, 7, _scale(module, name, factor))
@@ -283,8 +288,10 @@ def test_the_first_gradient_is_named_where_all_before_it_is_finite(
 ) -> None:
   _with_bad_losses(monkeypatch, {7})
 
-  def faulty_loss(apply_fn: Any, params: Any, *others: Any) -> LossSums:
-    sums = losses.lm_loss_fn(apply_fn, params, *others)
+  def faulty_loss(
+    apply_fn: Any, params: Any, *others: Any, **more: Any
+  ) -> LossSums:
+    sums = losses.lm_loss_fn(apply_fn, params, *others, **more)
     scale = jnp.sum(params["transformer/final_norm"]["scale"])
     # The slope of the root is infinite at 0.
     root = jnp.sqrt(jnp.where(sums.num_tokens == 0, 0.0, 1.0) * scale**2)

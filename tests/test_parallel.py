@@ -18,7 +18,7 @@ import numpy as np
 import optax
 import pytest
 
-from distlm import parallel
+from distlm import collectives, parallel
 from distlm.cluster import ONE_PROCESS, ProcessSpec
 from distlm.losses import lm_loss_fn
 from distlm.optimizer import make_optimizer
@@ -127,8 +127,8 @@ def test_first_replica_is_a_row_on_the_first_device() -> None:
 
 def test_psum_sums_over_devices_and_is_nothing_without_an_axis() -> None:
   tree = {"x": np.arange(R * 2.0).reshape(R, 2), "n": np.arange(R)}
-  assert parallel.psum(tree, None) is tree
-  summed = parallel.pmap(lambda t: parallel.psum(t, parallel.AXIS))(tree)
+  assert collectives.psum(tree, None) is tree
+  summed = parallel.pmap(lambda t: collectives.psum(t, parallel.AXIS))(tree)
   for name, rows in tree.items():
     for row in np.asarray(summed[name]):
       np.testing.assert_array_equal(row, rows.sum(0))

@@ -26,7 +26,8 @@ from distlm.writers import read_metrics
 
 TRAIN_SCALARS = {
   *("loss", "accuracy", "grad_norm", "update_norm", "param_norm"),
-  *("learning_rate", "tokens", "tokens_per_sec", "steps_per_sec", "epoch"),
+  *("learning_rate", "tokens", "steps_per_sec", "epoch"),
+  *("tokens_per_sec", "tokens_per_sec_per_device", "mfu"),
   *("skipped_steps", "tokens_seen", "tokens_padded", "tokens_repeated"),
 }
 EVAL_SCALARS = {"loss", "perplexity", "bits_per_byte", "accuracy", "tokens"}
@@ -115,7 +116,8 @@ def test_tensorboard_shows_every_scalar(
   }
   for tag in tags:
     curve = {event.step: event.value for event in accumulator.Scalars(tag)}
-    expected = steps[2:] if tag == "tokens_per_sec" else steps
+    is_rate = tag.startswith("tokens_per_sec") or tag == "mfu"
+    expected = steps[2:] if is_rate else steps
     assert list(curve) == expected
     for step, value in curve.items():
       assert value == pytest.approx(rows[step][tag], rel=1e-6)

@@ -50,7 +50,7 @@ def _record() -> optax.GradientTransformation:
 def _updater(
   model: ModelConfig = MODEL, optimizer: OptimizerConfig = OPTIMIZER
 ) -> GradientUpdater:
-  """Returns an updater that keeps the gradient in opt_state[0]."""
+  """Returns an updater that keeps the clipped gradient in opt_state[0]."""
   forward = build_forward_fn(model, V, T)
   schedule = make_schedule(optimizer, NUM_STEPS)
   tokens = np.zeros((1, T), np.int32)
@@ -59,6 +59,7 @@ def _updater(
     loss_fn=functools.partial(lm_loss_fn, forward.apply),
     optimizer=optax.chain(_record(), make_optimizer(optimizer, schedule)),
     schedule=schedule,
+    clip_norm=optimizer.clip_norm,
   )
 
 
@@ -103,6 +104,8 @@ def _batch(seed: int, padding: str, num_devices: int, num_parts: int) -> Batch:
 
 def _error(actual: Any, expected: Any) -> float:
   """Returns the largest relative error, by norm, of any array of a tree."""
+  if isinstance(expected, dict):  # of parameters
+    actual, expected = map(reference.as_float64, (actual, expected))
   actual = jax.tree.map(lambda x: np.asarray(x, np.float64), actual)
   errors = jax.tree.map(
     lambda x, y: np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-30),
@@ -123,7 +126,9 @@ def test_first_update_equals_the_reference(
   loss_sum, num_tokens, num_correct, sums = reference.loss_and_grads(
     params, *batch, HYPER.num_heads, HYPER.tie_embeddings
   )
-  expected_grads = reference.tree_map(lambda g: g / num_tokens, sums)
+  expected_grads = reference.clip_by_global_norm(
+    reference.tree_map(lambda g: g / num_tokens, sums), HYPER.clip_norm
+  )
   expected_params, _, expected = reference.train_step(
     params, reference.adamw_init(params), 0, batch, HYPER
   )

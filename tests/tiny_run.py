@@ -197,7 +197,7 @@ def rows(workdir: Path, split: str | None = None) -> list[dict[str, Any]]:
   """Returns the rows by split and step, without what is a matter of time."""
   return sorted(
     (
-      {key: row[key] for key in row if not key.endswith("_per_sec")}
+      {key: row[key] for key in row if not ("_per_sec" in key or key == "mfu")}
       for row in read_metrics(workdir)
       if split in (None, row["split"])
     ),

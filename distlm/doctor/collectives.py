@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distlm import parallel
+from distlm import collectives, parallel
 from distlm.errors import RunError
 
 SIZES_BYTES = (4 * 2**10, 2**20, 64 * 2**20)
@@ -94,7 +94,7 @@ def gather_texts(text: str) -> list[str]:
 
 
 def _gather(row: np.ndarray) -> np.ndarray:
-  gathered = parallel.pmap(parallel.all_gather)(parallel.replicate(row))
+  gathered = parallel.pmap(collectives.all_gather)(parallel.replicate(row))
   return parallel.fetch(gathered)
 
 
@@ -111,7 +111,7 @@ def try_psum(num_bytes: int) -> Trial:
     return total != count * (count + 1) // 2 + count * _pattern(total.size)
 
   secs, num_wrong = _try(
-    lambda x: parallel.psum(x, parallel.AXIS),
+    lambda x: collectives.psum(x, parallel.AXIS),
     is_wrong,
     num_bytes // _ITEM_BYTES,
   )
@@ -136,7 +136,7 @@ def try_all_gather(num_bytes: int) -> Trial:
       [order, jnp.ravel(gathered != firsts + _pattern(length))]
     )
 
-  secs, num_wrong = _try(parallel.all_gather, is_wrong, length)
+  secs, num_wrong = _try(collectives.all_gather, is_wrong, length)
   share = (count - 1) / count
   return Trial(
     "all_gather", count * length * _ITEM_BYTES, secs, num_wrong, share

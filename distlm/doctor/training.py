@@ -151,7 +151,10 @@ def _sizes(config: RunConfig, vocab_size: int) -> tuple[int, int, int]:
   from distlm import language_model
 
   model = language_model.make_model(config, vocab_size)
-  updater = language_model.make_updater(config, model)
+  # A sharded optimizer state too is whole at the start, and in a save.
+  updater = dataclasses.replace(
+    language_model.make_updater(config, model), shard_state=False
+  )
   state = jax.eval_shape(updater.init, jax.random.PRNGKey(0))
 
   def num_bytes(tree: Any) -> int:

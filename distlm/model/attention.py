@@ -8,26 +8,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
-
-def attention_mask(padding_mask: jax.Array) -> jax.Array:
-  """Returns which positions each position attends to.
-
-  A position attends to itself and to the unpadded positions before it. Itself
-  always, padded or not: so no row is empty, softmax stays finite, and a padded
-  position does not fall back to an average over all positions, the future ones
-  included.
-
-  Args:
-    padding_mask: [B, T] bool, False at padding.
-
-  Returns:
-    [B, 1, T, T] bool, indexed by sequence, head, query and key.
-  """
-  num_positions = padding_mask.shape[-1]
-  causal = jnp.tri(num_positions, dtype=bool)  # [T, T]
-  itself = jnp.eye(num_positions, dtype=bool)  # [T, T]
-  mask = causal & (padding_mask[:, None, :] | itself)  # [B, T, T]
-  return mask[:, None]
+from distlm.model.kernels import attend
 
 
 @dataclasses.dataclass
@@ -42,14 +23,15 @@ class SelfAttention(hk.Module):
   key_size: int
   w_init: hk.initializers.Initializer
   output_w_init: hk.initializers.Initializer
+  implementation: str = "xla"
   name: str | None = None
 
-  def __call__(self, h: jax.Array, mask: jax.Array) -> jax.Array:
+  def __call__(self, h: jax.Array, mask: jax.Array | None) -> jax.Array:
     """Mixes positions.
 
     Args:
       h: [B, T, D].
-      mask: [B, 1, T, T] bool, as `attention_mask` gives it.
+      mask: as `kernels.make_mask` gives it for `implementation`.
 
     Returns:
       [B, T, D].
@@ -62,7 +44,7 @@ class SelfAttention(hk.Module):
       2,
       0,
     )  # 3 x [B, T, H, K]
-    mixed = jax.nn.dot_product_attention(query, key, value, mask=mask)
+    mixed = attend(query, key, value, mask, self.implementation)
     mixed = mixed.reshape(batch_size, num_positions, width)  # [B, T, H*K]
     return hk.Linear(model_size, w_init=self.output_w_init, name="output")(
       mixed

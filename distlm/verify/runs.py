@@ -183,7 +183,7 @@ def run_layout(
       experiment.pause()
       params = parallel.fetch(experiment.state.params)
       steps.append(_step(scalars, params))
-      is_equal, _ = compare(experiment.state)
+      is_equal, _ = compare(experiment.without_parts(experiment.state))
       if not unequal_at and not parallel.fetch(is_equal):
         unequal_at = step + 1
     figures = experiment.evaluate(global_step=global_step, rng=rng, writer=None)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from distlm.model.attention import SelfAttention, attention_mask
+from distlm.model.attention import SelfAttention
+from distlm.model.kernels import make_mask
 
 T, D, H, K = 6, 8, 2, 3
 # Padding patterns: none, right, left, holes, and a fully masked row.
@@ -34,7 +35,7 @@ def _transformed() -> hk.Transformed:
     attention = SelfAttention(
       num_heads=H, key_size=K, w_init=init, output_w_init=init, name="attention"
     )
-    return attention(h, attention_mask(padding_mask))
+    return attention(h, make_mask(padding_mask, "xla"))
 
   return hk.without_apply_rng(hk.transform(forward))
 
@@ -75,7 +76,7 @@ def _loop_attention(
 
 
 def test_mask_is_the_unpadded_past_and_the_position_itself() -> None:
-  mask = attention_mask(jnp.asarray(MASK))
+  mask = make_mask(jnp.asarray(MASK), "xla")
   assert mask.shape == (len(MASK), 1, T, T) and mask.dtype == bool
   for b, t, s in np.ndindex(len(MASK), T, T):
     assert mask[b, 0, t, s] == (s == t or (s < t and MASK[b, s])), (b, t, s)
