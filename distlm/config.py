@@ -197,7 +197,8 @@ def _unknown_key(key: str, config: config_dict.ConfigDict) -> UsageError:
 
 def _parse_text(key: str, text: str, kind: type) -> Any:
   """Returns `text` as a value of type `kind`."""
-  if text.lower() == "none":
+  setting = _schema().get(key)
+  if text.lower() == "none" and not (setting and text in setting.rule.choices):
     return None
   try:
     if kind is bool:

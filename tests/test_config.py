@@ -189,6 +189,12 @@ def test_a_section_is_not_a_setting() -> None:
   )
 
 
+def test_none_is_a_value_where_a_setting_has_it() -> None:
+  config = _parse(("model.remat", "full"), ("model.remat", "none"))
+  assert config.model.remat == "none"
+  assert _parse(("optimizer.b1", "none")).optimizer.b1 is None
+
+
 @pytest.mark.parametrize(
   ("key", "text", "says"),
   [
