@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ENVIRONMENT := $(VENV)/.installed
 
-.PHONY: train test quick check lint types environment clean
+.PHONY: train test quick check lint types bench environment clean
 
 # Trains the main job on real text, on 4 devices, and goes on if it was stopped.
 train: $(ENVIRONMENT)
@@ -28,6 +28,13 @@ lint: $(ENVIRONMENT)
 
 types: $(ENVIRONMENT)
 	$(BIN)/mypy
+
+# Measures all that benchmarks/RESULTS.md shows, in hours; TEXT=PATH is a text
+# to reach a loss on, such as tinyshakespeare.
+bench: $(ENVIRONMENT)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint constraints.txt --editable ".[bench]"
+	$(BIN)/python benchmarks/run.py $(if $(TEXT),--text=$(TEXT))
 
 environment: $(ENVIRONMENT)
 
