@@ -70,7 +70,7 @@ class Recipe:
 
 
 PUBLISHED = Recipe(2000, 1e-3, 1e-4, "cosine", 100)
-OWN = Recipe(1100, 6e-3, 0.0, "linear", 80)
+OWN = Recipe(1200, 6e-3, 0.0, "linear", 80)
 
 
 def measure(
@@ -167,10 +167,14 @@ def _train(
       stdout=subprocess.DEVNULL,
     )
     times: dict[int, float] = {}
-    while process.poll() is None:
-      for row in _rows(log)[len(times) :]:
-        times.setdefault(row["step"], time.perf_counter() - start)
-      time.sleep(_POLL_SECS)
+    try:
+      while process.poll() is None:
+        for row in _rows(log)[len(times) :]:
+          times.setdefault(row["step"], time.perf_counter() - start)
+        time.sleep(_POLL_SECS)
+    finally:  # It must not go on without the benchmark.
+      process.kill()
+      process.wait()
     if process.returncode:
       raise RuntimeError(f"distlm train ended with code {process.returncode}")
     evaluated = [row for row in _rows(log) if row["split"] == "eval"]

@@ -16,6 +16,11 @@ import pytest
 os.environ["NPROC"] = "64"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+from distlm import xla_flags
+
+# As `parallel.start` does; XLA reads them once.
+xla_flags.apply(os.environ)
+
 # The same small programs run in many processes: each is compiled once.
 # tests/test_resume.py shows that those of a cache give the same bits.
 _compiled = tempfile.mkdtemp(prefix="distlm-compiled-")
