@@ -190,7 +190,7 @@ class Jobs:
     # SLURM waits some minutes by itself; it refuses while the job still ends.
     assert wait_until(lambda: cluster.fields(job)["Reason"] == "BeginTime", 60)
     cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
-    assert wait_until(lambda: log.read_text().count("train --config") == 2, 60)
+    assert wait_until(lambda: log.read_text().count("train --config") == 2, 180)
     output = (self.directory / f"distlm-{job}.out").read_text()
     assert f"+ scontrol requeue {job}" in output
     assert "requeued 1 times" in output

@@ -190,8 +190,8 @@ def test_notes_say_what_a_process_does(tmp_path: Path) -> None:
     dog.begin("evaluation", 7)
     path = tmp_path / "processes" / "3.json"
     _wait_for(path)
-  deadline = time.monotonic() + TIMEOUT_SECS
-  while (note := json.loads(path.read_bytes()))["activity"] != "evaluation":
-    assert time.monotonic() < deadline
-    time.sleep(0.01)
+    deadline = time.monotonic() + TIMEOUT_SECS
+    while (note := json.loads(path.read_bytes()))["activity"] != "evaluation":
+      assert time.monotonic() < deadline
+      time.sleep(0.01)
   assert (note["pid"], note["step"]) == (os.getpid(), 7)
