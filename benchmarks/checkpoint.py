@@ -11,7 +11,6 @@ first save starts Orbax and stands by itself.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import statistics
@@ -145,15 +144,5 @@ def measure_run(
   return {"steps": steps, "saves": saves, "num_bytes": num_bytes}
 
 
-def main() -> None:
-  """Prints the table."""
-  parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument("--quick", action="store_true")
-  args = parser.parse_args()
-  result = measure(args.quick)
-  print(table(result))
-  print(*targets(result), sep="\n")
-
-
 if __name__ == "__main__":
-  main()
+  jobs.print_results(sys.modules[__name__])

@@ -9,8 +9,8 @@ are scanned, so that depth should cost nothing.
 
 from __future__ import annotations
 
-import argparse
 import functools
+import sys
 from typing import Any
 
 import jobs
@@ -114,15 +114,5 @@ def measure_compile(settings: jobs.Settings) -> dict[str, float]:
   }
 
 
-def main() -> None:
-  """Prints the table."""
-  parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument("--quick", action="store_true")
-  args = parser.parse_args()
-  result = measure(args.quick)
-  print(table(result))
-  print(*targets(result), sep="\n")
-
-
 if __name__ == "__main__":
-  main()
+  jobs.print_results(sys.modules[__name__])

@@ -8,6 +8,7 @@ parent's.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 import inspect
@@ -148,6 +149,19 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
   """Returns a table."""
   lines = [header, ["---"] * len(header), *rows]
   return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def print_results(module: Any) -> None:
+  """Runs a benchmark that has no option but --quick, and prints its table.
+
+  Args:
+    module: has `measure(quick)`, `table(result)` and `targets(result)`.
+  """
+  parser = argparse.ArgumentParser(description=module.__doc__)
+  parser.add_argument("--quick", action="store_true")
+  result = module.measure(parser.parse_args().quick)
+  print(module.table(result))
+  print(*module.targets(result), sep="\n")
 
 
 def main() -> None:

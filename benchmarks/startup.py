@@ -11,7 +11,6 @@ can keep. The text is tokenized before.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import os
 import statistics
@@ -134,15 +133,5 @@ def targets(result: dict[str, Any]) -> list[tuple[str, float, str, bool]]:
   ]
 
 
-def main() -> None:
-  """Prints the table."""
-  parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument("--quick", action="store_true")
-  args = parser.parse_args()
-  result = measure(args.quick)
-  print(table(result))
-  print(*targets(result), sep="\n")
-
-
 if __name__ == "__main__":
-  main()
+  jobs.print_results(sys.modules[__name__])

@@ -64,7 +64,8 @@ class Split(Whole):
   It is the first stage of ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054).
   Device i of N owns the i-th of N equal parts of each array, flattened and
   padded with zeros: [ceil(size / N)]. Scattering the sum of the gradients and
-  gathering the updates moves as many bytes as summing everywhere.
+  gathering the updates moves as many bytes as summing everywhere; but libtpu
+  0.0.42 compiles the scatter to a whole sum, half as many bytes again.
 
   Trees of parts have the structure of the parameters, so that Optax's
   optimizers work on them as long as they treat elements alike: masks must go by
