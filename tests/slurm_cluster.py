@@ -46,6 +46,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
 ReturnToService=2
+SchedulerParameters=sched_interval=2,bf_interval=2
 MpiDefault=none
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
