@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from distlm.model.kernels import attend
+from distlm.model.linear import Linear
 
 
 @dataclasses.dataclass
@@ -38,7 +39,7 @@ class SelfAttention(hk.Module):
     """
     batch_size, num_positions, model_size = h.shape
     width = self.num_heads * self.key_size
-    qkv = hk.Linear(3 * width, w_init=self.w_init, name="qkv")(h)
+    qkv = Linear(3 * width, w_init=self.w_init, name="qkv")(h)
     query, key, value = jnp.moveaxis(
       qkv.reshape(batch_size, num_positions, 3, self.num_heads, self.key_size),
       2,
@@ -46,6 +47,4 @@ class SelfAttention(hk.Module):
     )  # 3 x [B, T, H, K]
     mixed = attend(query, key, value, mask, self.implementation)
     mixed = mixed.reshape(batch_size, num_positions, width)  # [B, T, H*K]
-    return hk.Linear(model_size, w_init=self.output_w_init, name="output")(
-      mixed
-    )
+    return Linear(model_size, w_init=self.output_w_init, name="output")(mixed)

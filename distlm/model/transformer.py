@@ -16,6 +16,7 @@ import jmp
 
 from distlm.model.attention import SelfAttention
 from distlm.model.kernels import make_mask
+from distlm.model.linear import Linear
 from distlm.settings import ModelConfig
 from distlm.types import Array, Params
 
@@ -36,6 +37,12 @@ _REMAT_POLICIES = {
 }
 
 
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def _gelu(h: jax.Array) -> jax.Array:
+  # Its input alone is kept for the backward pass, not each of its terms.
+  return jax.nn.gelu(h, approximate=True)
+
+
 @dataclasses.dataclass
 class DenseBlock(hk.Module):
   """Two linear layers with a GELU between, at each position by itself."""
@@ -47,11 +54,12 @@ class DenseBlock(hk.Module):
 
   def __call__(self, h: jax.Array) -> jax.Array:  # [B, T, D] -> [B, T, D]
     model_size = h.shape[-1]
-    h = hk.Linear(
+    h = Linear(
       self.widening_factor * model_size, w_init=self.w_init, name="widen"
     )(h)
-    h = jax.nn.gelu(h, approximate=True)
-    return hk.Linear(model_size, w_init=self.output_w_init, name="output")(h)
+    return Linear(model_size, w_init=self.output_w_init, name="output")(
+      _gelu(h)
+    )
 
 
 @dataclasses.dataclass
@@ -213,7 +221,7 @@ def build_forward_fn(
     with (
       # Haiku makes the parameters of a layer in the type of its input.
       hk.mixed_precision.push_policy(hk.Embed, policy),
-      hk.mixed_precision.push_policy(hk.Linear, policy),
+      hk.mixed_precision.push_policy(Linear, policy),
       hk.mixed_precision.push_policy(hk.LayerNorm, norm_policy),
     ):
       model = Transformer(config, vocab_size, max_length, attention)

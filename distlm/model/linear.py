@@ -1,0 +1,58 @@
+"""A linear layer whose gradient comes out as its parameters lie in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass
+class Linear(hk.Module):
+  """`hk.Linear`, with the same parameters, and a faster backward pass.
+
+  JAX's own makes the gradient of the weights as [N, M] and transposes it, for
+  which XLA writes transposed copies of the activations, and sums that of the
+  bias column by column, which it does not vectorize. On 2 cores that was a
+  sixth of an update of 6 layers of width 384 (benchmarks/throughput.py).
+  """
+
+  output_size: int
+  w_init: hk.initializers.Initializer
+  name: str | None = None
+
+  def __call__(self, h: jax.Array) -> jax.Array:  # [..., M] -> [..., N]
+    input_size = h.shape[-1]
+    w = hk.get_parameter("w", [input_size, self.output_size], init=self.w_init)
+    b = hk.get_parameter("b", [self.output_size], init=jnp.zeros)
+    y = _affine(h.reshape(-1, input_size), w, b)
+    return y.reshape(*h.shape[:-1], self.output_size)
+
+
+@jax.custom_vjp
+def _affine(x: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
+  return x @ w + b
+
+
+def _forward(
+  x: jax.Array, w: jax.Array, b: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+  return _affine(x, w, b), (x, w)
+
+
+def _backward(
+  kept: tuple[jax.Array, jax.Array], dy: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  x, w = kept  # [P, M], [M, N]; dy: [P, N]
+  ones = jnp.ones(len(dy), dy.dtype)
+  return dy @ w.T, _sum_products(x, dy), _sum_products(ones, dy)
+
+
+def _sum_products(a: jax.Array, b: jax.Array) -> jax.Array:
+  """Contracts the first axes."""
+  return jax.lax.dot_general(a, b, (((0,), (0,)), ((), ())))
+
+
+_affine.defvjp(_forward, _backward)
