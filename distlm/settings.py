@@ -90,7 +90,7 @@ class ModelConfig:
   )
   # The attention kernel; see `distlm.model.kernels`.
   attention: str = _setting(
-    "auto", _one_of("auto", "xla", "cudnn", "splash"), is_mutable=True
+    "auto", _one_of("auto", "xla", "blocks", "cudnn", "splash"), is_mutable=True
   )
 
   def __post_init__(self) -> None:

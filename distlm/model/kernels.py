@@ -3,14 +3,15 @@
 | name   | where       | scores [T, T]               | padding            |
 |--------|-------------|-----------------------------|--------------------|
 | xla    | anywhere    | in device memory            | anywhere           |
+| blocks | anywhere    | in a CPU's cache, by block  | anywhere           |
 | cudnn  | NVIDIA GPUs | in on-chip memory, by block | at the end, if any |
 | splash | TPUs        | in on-chip memory, by block | anywhere           |
 
-At unpadded positions all three compute the same, and a loss that leaves padded
+At unpadded positions all compute the same, and a loss that leaves padded
 positions out has the same gradients. What padded positions get differs, but is
 finite.
 
-The kernels that work by block are FlashAttention (Dao et al., 2022,
+What works by block is FlashAttention (Dao et al., 2022,
 arXiv:2205.14135).
 """
 
@@ -23,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distlm.errors import UsageError
+from distlm.model import blocks
 
 _PRECISIONS = {"float32": "f32", "bfloat16": "bf16", "float16": "fp16"}
 # Splash attention's blocks are multiples of a TPU's 128 lanes (NUM_LANES in
@@ -44,8 +46,9 @@ def choose(
   """Returns the implementation that a run takes.
 
   Args:
-    setting: `model.attention`, one of auto, xla, cudnn and splash; auto takes
-      a kernel of the platform that can do it, else xla.
+    setting: `model.attention`, one of auto, xla, blocks, cudnn and splash; auto
+      takes blocks on a CPU, else a kernel of the platform that can do it, else
+      xla.
     platform: of the devices: cpu, gpu, tpu.
     dtype: of queries, keys and values.
     num_positions: T.
@@ -54,7 +57,7 @@ def choose(
       JAX says. Another vendor's GPU says nothing or what is no number.
 
   Returns:
-    xla, cudnn or splash.
+    xla, blocks, cudnn or splash.
 
   Raises:
     UsageError: if `setting` names one that cannot do it.
@@ -62,8 +65,10 @@ def choose(
   >>> choose("auto", "gpu", "bfloat16", num_positions=1024, key_size=64)
   'cudnn'
   """
-  if setting == "xla":
-    return "xla"
+  if setting in ("xla", "blocks"):
+    return setting
+  if setting == "auto" and platform == "cpu":
+    return "blocks"
   precision = _PRECISIONS[jnp.dtype(dtype).name]
   obstacles = {
     "cudnn": _cudnn_obstacle(platform, compute_capability, precision, key_size),
@@ -138,8 +143,8 @@ def make_mask(padding_mask: jax.Array, implementation: str) -> jax.Array | None:
   With xla, a position attends to itself and to the unpadded positions before
   it. Itself always, padded or not: so no row is empty, softmax stays finite,
   and a padded position does not fall back to an average over all positions, the
-  future ones included. With splash, padded positions attend to each other; with
-  cudnn, to all before them.
+  future ones included; so too with blocks. With splash, padded positions attend
+  to each other; with cudnn, to all before them.
 
   Args:
     padding_mask: [B, T] bool, False at padding. For cudnn, padding must come
@@ -148,13 +153,16 @@ def make_mask(padding_mask: jax.Array, implementation: str) -> jax.Array | None:
     implementation: as `choose` gives it.
 
   Returns:
-    xla: [B, 1, T, T] bool, indexed by sequence, head, query and key. splash:
-    [B, T] int32 segments, which do not attend to each other. cudnn: None.
+    xla: [B, 1, T, T] bool, indexed by sequence, head, query and key. blocks:
+    the padding mask. splash: [B, T] int32 segments, which do not attend to each
+    other. cudnn: None.
   """
   if implementation == "cudnn":
     return None
   if implementation == "splash":
     return padding_mask.astype(jnp.int32)
+  if implementation == "blocks":
+    return padding_mask
   num_positions = padding_mask.shape[-1]
   causal = jnp.tri(num_positions, dtype=bool)  # [T, T]
   itself = jnp.eye(num_positions, dtype=bool)  # [T, T]
@@ -188,6 +196,9 @@ def attend(
   if implementation == "splash":
     assert mask is not None
     return _splash(query, key, value, mask, interpret)
+  if implementation == "blocks":
+    assert mask is not None
+    return _blocks(query, key, value, mask)
   if implementation == "cudnn":
     return jax.nn.dot_product_attention(
       query, key, value, is_causal=True, implementation="cudnn"
@@ -200,6 +211,17 @@ def attend(
   return jax.nn.dot_product_attention(
     query, key, value, mask=mask, implementation="xla"
   )
+
+
+def _blocks(
+  query: jax.Array, key: jax.Array, value: jax.Array, padding_mask: jax.Array
+) -> jax.Array:
+  scaled = query.astype(jnp.float32) * (1 / math.sqrt(query.shape[-1]))
+  heads_first = (
+    x.astype(jnp.float32).swapaxes(1, 2) for x in (scaled, key, value)
+  )  # [B, H, T, K]
+  mixed = blocks.attend(*heads_first, padding_mask)
+  return mixed.swapaxes(1, 2).astype(query.dtype)
 
 
 def _splash(

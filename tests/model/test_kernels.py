@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from distlm.data.loader import SequenceView
 from distlm.errors import UsageError
-from distlm.model import kernels
+from distlm.model import blocks, kernels
 from distlm.model.kernels import attend, choose, make_mask
 
 B, T, H, K = 4, 256, 2, 16
@@ -79,8 +79,8 @@ def _assert_equal_to_xla(
 @pytest.mark.parametrize(
   ("setting", "platform", "dtype", "length", "key_size", "expected"),
   [
-    ("auto", "cpu", "float32", 256, 64, "xla"),
-    ("auto", "cpu", "bfloat16", 256, 64, "xla"),
+    ("auto", "cpu", "float32", 256, 64, "blocks"),
+    ("auto", "cpu", "bfloat16", 256, 64, "blocks"),
     ("auto", "gpu", "bfloat16", 256, 64, "cudnn"),
     ("auto", "cuda", "float16", 256, 128, "cudnn"),
     ("auto", "gpu", "bfloat16", 101, 8, "cudnn"),
@@ -95,6 +95,7 @@ def _assert_equal_to_xla(
     ("auto", "tpu", "bfloat16", 256, 257, "xla"),
     ("auto", "rocm", "bfloat16", 256, 64, "xla"),
     ("xla", "cpu", "float16", 101, 3, "xla"),
+    ("blocks", "gpu", "bfloat16", 256, 64, "blocks"),
     ("xla", "gpu", "bfloat16", 256, 64, "xla"),
     ("xla", "tpu", "bfloat16", 256, 64, "xla"),
     ("cudnn", "gpu", "float16", 256, 64, "cudnn"),
@@ -219,6 +220,35 @@ def test_splash_equals_xla(
   _assert_equal_to_xla(_inputs(B, T, H, K), padding, "splash")
 
 
+@pytest.mark.parametrize(
+  "padding",
+  [
+    pytest.param(_padding_at_the_end(NONE), id="none"),
+    pytest.param(_padding_at_the_end(RAGGED), id="ragged"),
+    pytest.param(_padding_at_the_end(WHOLE), id="whole"),
+    pytest.param(_padding_anywhere(), id="anywhere"),
+  ],
+)
+@pytest.mark.parametrize(("length", "max_bytes"), [(T, 1), (T - 19, 2**30)])
+def test_blocks_equal_xla(
+  padding: NDArray[np.bool_],
+  length: int,
+  max_bytes: int,
+  monkeypatch: pytest.MonkeyPatch,
+) -> None:
+  monkeypatch.setattr(blocks, "_BLOCK_BYTES", max_bytes)
+  inputs = _inputs(B, length, H, K)
+  _assert_equal_to_xla(inputs, padding[:, :length], "blocks")
+
+
+def test_padded_positions_of_blocks_are_those_of_xla() -> None:
+  inputs, padding = _inputs(B, T, H, K), _padding_anywhere()
+  actual, expected = (
+    _value_and_grads(inputs, padding, name)[0] for name in ("blocks", "xla")
+  )
+  np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("lengths", [NONE, RAGGED, WHOLE])
 def test_what_cudnn_is_asked_for_equals_xla(
   lengths: list[int], monkeypatch: pytest.MonkeyPatch
@@ -300,10 +330,13 @@ def _layers(
   return jax.grad(loss)
 
 
-def test_splash_in_pmap_scan_and_checkpoint_equals_xla() -> None:
+@pytest.mark.parametrize("implementation", ["splash", "blocks"])
+def test_in_pmap_scan_and_checkpoint_they_equal_xla(
+  implementation: str,
+) -> None:
   h = jax.random.normal(jax.random.PRNGKey(0), (2, 1, 128, 1, 8))
   padding = jnp.arange(128) < jnp.array([[[128]], [[50]]])  # [R, B, T]
-  actual = jax.pmap(_layers("splash", interpret=True))(h, padding)
+  actual = jax.pmap(_layers(implementation, interpret=True))(h, padding)
   expected = jax.vmap(_layers("xla", interpret=False))(h, padding)
   np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
@@ -340,6 +373,10 @@ def test_cudnn_lowers_for_a_gpu(
   assert f"{T}x{T}x" not in text
 
 
+def test_blocks_hold_few_scores() -> None:
+  assert f"{T}x{T}x" not in _lowered("blocks", "cpu", 64)
+
+
 def test_xla_holds_all_scores() -> None:
-  # That the two tests above can fail.
+  # That the tests above can fail.
   assert f"{T}x{T}x" in _lowered("xla", "cpu", 64)
