@@ -9,13 +9,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import distlm
-from distlm import arguments, doctor, inspection, launcher
+from distlm import arguments, doctor, inspection, launcher, switches
 from distlm.errors import UsageError
 
 if TYPE_CHECKING:
@@ -32,12 +33,15 @@ _COMMANDS = {
   "verify": "prove that all layouts of devices compute what one computes",
   "checkpoint": "list, verify, inspect and compare checkpoints of a workdir",
 }
+_COMPUTING = ("train", "eval", "verify")
 _TOKENIZER_FILE = "tokenizer.json"
 _VERIFIED_FAKE_DEVICES = 8
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
   """Runs the command line, and ends the process with its exit code."""
+  if argv is None and sys.argv[1:2] and sys.argv[1] in _COMPUTING:
+    switches.restart_with_malloc_settings(os.environ)
   arguments.run_command(lambda: _run(sys.argv[1:] if argv is None else argv))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 from jaxline.experiment import AbstractExperiment
 from ml_collections import config_dict
 
-from distlm import parallel
+from distlm import parallel, switches
 from distlm.console import Console
 from distlm.saving import PeriodicSaving, Saver
 from distlm.settings import (
@@ -150,6 +151,7 @@ class StartSummary(Action):
           f"{parallel.process_count()} process(es) x"
           f" {parallel.local_device_count()} {parallel.device_kind()}",
         ),
+        ("switches", switches.in_effect(os.environ)),
         *rows,
         (
           "steps",

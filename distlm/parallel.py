@@ -22,7 +22,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from distlm import bits, cluster, collectives, messages, xla_flags
+from distlm import bits, cluster, collectives, messages, switches, xla_flags
 from distlm.cluster import ProcessSpec
 from distlm.collectives import AXIS
 from distlm.errors import RunError, UsageError
@@ -58,6 +58,7 @@ def start(
   """
   _set_device_count(num_devices, num_fake_devices, spec)
   xla_flags.apply(os.environ)
+  switches.keep_compiled(jax.config, os.environ)
   if spec.coordinator is not None:
     _join(spec, spec.coordinator)
   try:
@@ -110,7 +111,8 @@ def _set_device_count(
   num_devices: int | None, num_fake_devices: int, spec: ProcessSpec
 ) -> None:
   num_cpu_devices = num_devices or num_fake_devices
-  os.environ.setdefault("NPROC", str(cluster.pool_threads(num_cpu_devices)))
+  if num_cpu_devices > 1 or spec.num_processes > 1:
+    os.environ.setdefault("NPROC", str(cluster.pool_threads(num_cpu_devices)))
   if num_cpu_devices > 1:
     jax.config.update("jax_num_cpu_devices", num_cpu_devices)
   # All below are ignored by a backend that is not there.

@@ -20,7 +20,7 @@ PACKAGE = Path(distlm.__file__).parent
 ROWS = (
   {"errors", "types", "atomic", "bits", "collectives"},
   {"settings", "schedulers", "xla_flags", "prefixed_output", "messages"},
-  {"cluster", "supervision"},
+  {"cluster", "supervision", "switches"},
   {"rendezvous"},
   {"config", "arguments", "facts"},
   {

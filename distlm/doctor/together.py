@@ -11,13 +11,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from distlm import facts, parallel, rendezvous, xla_flags
+from distlm import facts, parallel, rendezvous, switches, xla_flags
 from distlm.cluster import ProcessSpec
 from distlm.doctor import collectives, machine, training
 from distlm.doctor.report import OK, PROBLEM, WARNING, Report, Row
 from distlm.doctor.training import Plan
 
-_VARIABLES = ("JAX_PLATFORMS", "NPROC", "XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _ENOUGH_THREADS_PER_DEVICE = 4
 # Argument, result and what it is compared with, twice.
 _ARRAYS_OF_TRIAL = 6
@@ -103,12 +102,13 @@ def _facts(num_devices: int | None, plan: Plan) -> dict[str, Any]:
 
 def _check_environment(num_devices: int) -> Iterator[Row]:
   """Yields the variables that decide what XLA does."""
-  for name in _VARIABLES:
+  for name in switches.VARIABLES:
     value = os.environ.get(name, "")
     threads = int(value) if name == "NPROC" and value.isdecimal() else None
     if (
       threads is not None
       and jax.default_backend() == "cpu"
+      and num_devices > 1
       and threads < _ENOUGH_THREADS_PER_DEVICE * num_devices
     ):
       text = f"{value}, for {num_devices} devices: XLA may abort in a step"
