@@ -25,6 +25,8 @@ _PACKAGES = (
   *("numpy", "torch"),
 )
 _GIB = 2**30
+# Other work at the start, in cores; the section before leaves some.
+_MAX_LOAD = 4.0
 
 # Name of a section to its module and entry: "result" and "conditions".
 Sections = Mapping[str, tuple[ModuleType, dict[str, Any]]]
@@ -134,6 +136,8 @@ def _render_section(
   ]
   if entry["is_quick"]:
     notes.append("quick: fewer rounds and sizes")
+  if conditions["load"] > _MAX_LOAD:
+    notes.append("**the machine was busy**: believe no ratio of times")
   if conditions["machine"] != newest["machine"]:
     notes.append(f"**another machine**: {conditions['machine']}")
   if conditions["versions"] != newest["versions"]:

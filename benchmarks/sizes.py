@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from distlm import switches
 from distlm.data import corpora
 
 # The base of all runs; `Size.settings` says what differs.
@@ -26,9 +27,8 @@ CLIP_NORM = 1.0
 ADAM_B1, ADAM_B2, ADAM_EPS, WEIGHT_DECAY = 0.9, 0.999, 1e-8, 1e-4
 WIDENING_FACTOR = 4
 
-# For the peers: it made PyTorch 12 % faster on the small size, since it spares
-# page faults of temporary arrays. distlm runs as its command does.
-PEER_ENVIRONMENT = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+# Of all contenders alike; the command of distlm sets it by itself.
+ENVIRONMENT = {"GLIBC_TUNABLES": switches.MALLOC}
 
 _CHARACTERS = frozenset(
   string.ascii_lowercase + string.digits + " \n_()[]{}.,:;=+-*/<>!\"'#%&|@\\"

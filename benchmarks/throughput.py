@@ -30,10 +30,18 @@ from typing import Any
 
 import sizes
 from sizes import SIZES, Shared, Size
+from throughput_table import (
+  HAIKU,
+  NUM_COMPARED_LOSSES,
+  PEERS,
+  TORCH,
+  TORCH_COMPILED,
+  table,
+  targets,
+)
 
-TORCH, TORCH_COMPILED, HAIKU = "PyTorch, eager", "PyTorch, compiled", "Haiku"
-PEERS = (TORCH, TORCH_COMPILED, HAIKU)
-NUM_COMPARED_LOSSES = 5
+__all__ = ["measure", "table", "targets"]
+
 _MAX_LOSS_DIFFERENCE = 1e-4
 
 
@@ -182,7 +190,8 @@ def _run_child(
     "num_devices": num_devices,
   }
   return sizes.run_json(
-    [sys.executable, __file__, "--child", json.dumps(arguments)]
+    [sys.executable, __file__, "--child", json.dumps(arguments)],
+    sizes.ENVIRONMENT,
   )
 
 
@@ -192,7 +201,7 @@ def _run_peer(script: str, inputs: _Inputs, *flags: str) -> dict[str, Any]:
     *(sys.executable, str(Path(__file__).parent / script), str(inputs.shared)),
     *(f"--size={size.name}", f"--steps={size.num_steps}", *flags),
   ]
-  return sizes.run_json(command, sizes.PEER_ENVIRONMENT)
+  return sizes.run_json(command, sizes.ENVIRONMENT)
 
 
 def _train(inputs: _Inputs, num_devices: int) -> dict[str, Any]:
@@ -282,42 +291,6 @@ def _time_bare_step(arguments: dict[str, Any]) -> dict[str, Any]:
     times.append(time.perf_counter() - start)
     losses.append(float(parallel.fetch(scalars["loss"])))
   return {"step_secs": times, "losses": losses, "version": jax.__version__}
-
-
-def table(figures: dict[str, Any]) -> str:
-  """Returns the figures of `measure` as Markdown."""
-  return "\n\n".join(_size_table(*item) for item in figures.items())
-
-
-def _size_table(name: str, section: dict[str, Any]) -> str:
-  size, rows = SIZES[name], section["rows"]
-  peers = [peer for peer in PEERS if peer in rows]
-  lines = [
-    f"{name}: {size.num_layers} layers of width {size.model_size},"
-    f" {size.batch_size} sequences of {size.sequence_length} tokens\n",
-    "| | tokens/s | least to largest |"
-    + "".join(f" / {peer} |" for peer in peers)
-    + " of peak |",
-    "|---|---|---|" + "---|" * len(peers) + "---|",
-  ]
-  for contender, row in rows.items():
-    lines.append(
-      f"| {contender} | {row['tokens_per_sec']:,.0f} |"
-      f" {row['least']:,.0f} to {row['largest']:,.0f} |"
-      + "".join(f" {row['ratios'][peer]:.2f} |" for peer in peers)
-      + f" {100 * row['share_of_peak']:.0f} % |"
-    )
-  peaks = section["peak_flops_per_sec"]
-  shape = max(peaks, key=lambda shape: peaks[shape])
-  lines += [
-    f"\nPeak: {peaks[shape] / 1e9:,.0f} GFLOP/s ({shape}); a step needs"
-    f" {section['flops_per_step'] / 1e9:.1f} GFLOP. The first"
-    f" {NUM_COMPARED_LOSSES} losses of all differ by at most"
-    f" {section['largest_loss_difference']:.0e}, relative."
-  ]
-  if TORCH not in rows:
-    lines += ["\nPyTorch is not installed: its rows are left out."]
-  return "\n".join(lines)
 
 
 def main() -> None:
