@@ -6,11 +6,15 @@ from typing import Any
 
 import jax
 import optax
+import optax.contrib
 
 from distlm.settings import OptimizerConfig
 from distlm.types import Params
 
 _NOT_DECAYED = ("b", "offset", "scale")
+# What Adam's updates of matrices usually are, root mean square (Liu et al.,
+# 2025, arXiv:2502.16982, section 2.2): one learning rate then suits both.
+_MUON_RMS = 0.2
 
 
 def make_schedule(
@@ -51,7 +55,7 @@ def decay_mask(params: Params) -> Any:
 def make_optimizer(
   config: OptimizerConfig, schedule: optax.Schedule
 ) -> optax.GradientTransformation:
-  """Returns the optimizer by name, which works element by element.
+  """Returns the optimizer by name; all but muon work element by element.
 
   Settings that are None are left to Optax.
   """
@@ -60,6 +64,8 @@ def make_optimizer(
     for key in ("b1", "b2", "eps", "momentum", "weight_decay")
     if (value := getattr(config, key)) is not None
   }
+  if config.name == "muon":
+    return _make_muon(schedule, **settings)
   if config.name in ("adamw", "lion"):
     settings["mask"] = decay_mask
   make = {
@@ -73,3 +79,40 @@ def make_optimizer(
   if not decay:
     return optimizer
   return optax.chain(optax.add_decayed_weights(decay, decay_mask), optimizer)
+
+
+def _make_muon(
+  schedule: optax.Schedule,
+  b1: float = 0.9,
+  b2: float = 0.999,
+  eps: float = 1e-8,
+  momentum: float = 0.95,
+  weight_decay: float = 0.0,
+) -> optax.GradientTransformation:
+  """Returns Muon for the matrices of layers, and Adam for all else.
+
+  Muon makes the singular values of an update nearly equal (Jordan et al., 2024,
+  https://kellerjordan.github.io/posts/muon). Both have Nesterov's momentum;
+  what Adam updates does not decay.
+  """
+  return optax.contrib.muon(
+    schedule,
+    beta=momentum,
+    eps=eps,
+    weight_decay=weight_decay,
+    adam_b1=b1,
+    adam_b2=b2,
+    muon_weight_dimension_numbers=_matrices_of_layers,
+    consistent_rms=_MUON_RMS,
+  )
+
+
+def _matrices_of_layers(params: Params) -> Any:
+  """Returns which axes of a stack of matrices, [L, M, N], are a matrix's."""
+
+  def axes(path: Any, x: jax.Array) -> Any:
+    is_matrix = jax.tree_util.keystr(path[-1:], simple=True) == "w"
+    axes = optax.contrib.MuonDimensionNumbers(x.ndim - 2, x.ndim - 1)
+    return axes if is_matrix else None
+
+  return jax.tree_util.tree_map_with_path(axes, params)

@@ -32,6 +32,7 @@ OPTIMIZER_SETTINGS = {
   "adam": ("b1", "b2", "eps"),
   "sgd": ("momentum", "weight_decay"),
   "lion": ("b1", "b2", "weight_decay"),
+  "muon": ("b1", "b2", "eps", "momentum", "weight_decay"),
 }
 
 
@@ -146,6 +147,11 @@ class OptimizerConfig:
       raise UsageError(
         f"optimizer.end_learning_rate={self.end_learning_rate}: it has no"
         " effect with schedule=constant; set it to 0 or choose cosine or linear"
+      )
+    if self.name == "muon" and self.shard_state:
+      raise UsageError(
+        "optimizer.shard_state=True: optimizer.name=muon needs whole matrices;"
+        " set it to False or choose another optimizer"
       )
     for key in ("b1", "b2", "eps", "momentum", "weight_decay"):
       value = getattr(self, key)

@@ -216,7 +216,7 @@ def test_none_is_a_value_where_a_setting_has_it() -> None:
     ("data.source", "({[]: 1})", "one text, or several"),
     ("data.source", "[]", "at least one text"),
     ("optimizer.name", "adamx", "did you mean adam"),
-    ("optimizer.name", "rmsprop", "one of adamw, adam, sgd, lion"),
+    ("optimizer.name", "rmsprop", "one of adamw, adam, sgd, lion, muon"),
     ("optimizer.schedule", "cosin", "did you mean cosine?"),
     ("interval_type", "hours", "one of steps, secs"),
     ("random_mode_train", "unique", "one of unique_host_unique_device"),

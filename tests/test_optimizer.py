@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
+import optax
 import pytest
 import reference
 from numpy.typing import NDArray
@@ -193,6 +194,25 @@ def test_settings_left_out_are_those_that_optax_documents(
     for settings in ({}, defaults)
   )
   jax.tree.map(np.testing.assert_array_equal, left_out, given)
+
+
+def test_muon_evens_out_the_singular_values_of_each_matrix() -> None:
+  rng = np.random.default_rng(0)
+  params = {"w": rng.normal(size=(3, 4, 6)), "b": rng.normal(size=(3, 6))}
+  grads = jax.tree.map(lambda x: rng.normal(size=x.shape), params)
+  config = OptimizerConfig(name="muon", weight_decay=0.3)
+  optimizer = make_optimizer(config, lambda step: 0.1)
+  updates, _ = optimizer.update(grads, optimizer.init(params), params)
+  left = np.asarray(updates["w"]) + 0.1 * 0.3 * params["w"]
+  for update, grad in zip(left, grads["w"], strict=True):
+    u, s, v = np.linalg.svd(grad, full_matrices=False)
+    inner = u.T @ (-update / (0.1 * 0.2 * np.sqrt(6))) @ v.T
+    assert s.max() / s.min() > 2
+    np.testing.assert_allclose(inner, np.diag(inner.diagonal()), atol=1e-4)
+    assert inner.diagonal().min() > 0.6 and inner.diagonal().max() < 1.25
+  adam = optax.nadamw(0.1, weight_decay=0)
+  expected, _ = adam.update(grads["b"], adam.init(params["b"]), params["b"])
+  np.testing.assert_allclose(updates["b"], expected, rtol=1e-6)
 
 
 def test_sgd_adds_the_decay_to_the_gradient_before_momentum() -> None:
