@@ -4,14 +4,14 @@
 
 The target and the first recipe are those that were published for the small
 size on a CPU (https://github.com/karpathy/nanoGPT#baselines): 2,000 steps to a
-loss of 1.88. PyTorch trains by it, on random crops, and by one of AdamW that was
-tuned for this text; distlm trains by its own, with Muon, as its command does, on
-its epochs. Sizes, batch and
-initial parameters are the same for all. The clock runs while they train: for
-PyTorch until the first validation, each 50 steps, that reaches the target, for
-distlm to the end of its steps, which its recipe is short enough for. Starting,
-compiling and validating do not count. Validation is over the last 10 % of the
-text, for PyTorch but for the rest that fills no sequence.
+loss of 1.88. PyTorch trains by it, on random crops, and by one of AdamW that
+was tuned for this text; distlm trains by its own, with Muon, as its command
+does, on its epochs. Sizes, batch and initial parameters are the same for all.
+The clock runs while they train: for PyTorch until the first validation, each 50
+steps, that reaches the target, for distlm to the end of its steps, which its
+recipe is short enough for. Starting, compiling and validating do not count.
+Validation is over the last 10 % of the text, for PyTorch but for the rest that
+fills no sequence.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Recipe:
 
 PUBLISHED = Recipe(2000, 1e-3, 1e-4, "cosine", 100)
 TUNED = Recipe(1200, 6e-3, 0.0, "linear", 80)
-OWN_STEPS = 540
+OWN_STEPS = 500
 OWN = {
   "training_steps": OWN_STEPS,
   "optimizer.name": "muon",
