@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
 import functools
 import importlib.util
 import os
@@ -187,9 +188,11 @@ def compile_update(
 
   from distlm import config as configs
   from distlm import get_base_config, language_model, parallel
+  from distlm.model import transformer
   from distlm.types import Batch
 
   tree = get_base_config()
+  tree.model.attention = "xla"
   configs.apply_overrides(tree, overrides)
   config = configs.parse_config(tree)
   devices = _topology_devices(topologies, platform, topology)
@@ -198,7 +201,10 @@ def compile_update(
     return jax.ShapeDtypeStruct((len(devices), *shape), dtype)
 
   model = language_model.make_model(config, config.model.vocab_size)
-  updater = language_model.make_updater(config, model)
+  updater = dataclasses.replace(
+    language_model.make_updater(config, model),
+    is_marked=transformer.is_of_layers,  # As on the platform.
+  )
   pmap = functools.partial(jax.pmap, axis_name=parallel.AXIS, devices=devices)
   keys = of_all((2,), jnp.uint32)
   state = jax.eval_shape(pmap(updater.init), keys)

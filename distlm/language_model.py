@@ -12,7 +12,7 @@ from distlm import parallel
 from distlm.errors import UsageError
 from distlm.losses import lm_loss_fn
 from distlm.model import kernels
-from distlm.model.transformer import build_forward_fn
+from distlm.model.transformer import build_forward_fn, is_of_layers
 from distlm.optimizer import make_optimizer, make_schedule
 from distlm.settings import RunConfig
 from distlm.updater import GradientUpdater
@@ -66,6 +66,8 @@ def make_updater(config: RunConfig, forward: Any) -> GradientUpdater:
     shard_state=config.optimizer.shard_state,
     reduce_dtype=_DTYPES[config.optimizer.reduce_dtype],
     scales_loss=config.precision == "fp16",
+    # On one machine's CPUs there is nothing to hide, and it costs some time.
+    is_marked=None if parallel.platform() == "cpu" else is_of_layers,
     max_skips_in_row=max_skips_in_row(config),
   )
 

@@ -23,6 +23,7 @@ def lm_loss_fn(
   batch: Batch,
   is_training: bool,
   chunk_length: int = 0,
+  **options: Any,
 ) -> LossSums:
   """Sums the negative log likelihood of the target tokens of a batch.
 
@@ -37,14 +38,15 @@ def lm_loss_fn(
     is_training: whether dropout is on.
     chunk_length: positions of each sequence whose logits are in memory at
       once, a divisor of T; the backward pass computes them again. 0: all.
+    **options: further ones of `apply_fn`.
 
   Returns:
     The sums over the unmasked targets, in nats and tokens.
   """
   inputs = params, key, batch.inputs, batch.mask, is_training
   if not chunk_length:
-    return _sum_losses(apply_fn(*inputs), batch.targets, batch.mask)
-  h, to_logits = apply_fn(*inputs, with_logits=False)
+    return _sum_losses(apply_fn(*inputs, **options), batch.targets, batch.mask)
+  h, to_logits = apply_fn(*inputs, with_logits=False, **options)
 
   @jax.checkpoint
   def add_chunk(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from distlm import collectives
-from distlm.types import OptState, Params
+from distlm.types import Array, OptState, Params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +38,19 @@ class Whole:
 
   def _sum(self, grads: Params) -> Params:
     return collectives.psum(grads, self.axis_name)
+
+  def sum_in_backward(self) -> Callable[[Array], Array] | None:
+    """Returns an identity whose gradient is summed, or None if there is none.
+
+    Where it is applied to parameters within a loop over layers, the backward
+    loop sums a layer's gradient while it computes the next one's. After the
+    loop there is nothing left that could hide a sum.
+    """
+    mark = jax.custom_vjp(lambda param: param)
+    mark.defvjp(
+      lambda param: (param, None), lambda _, grad: (self.sum_gradients(grad),)
+    )
+    return mark
 
   def own(self, tree: Params) -> Params:
     """Returns what this device owns of a tree that is equal on all."""
@@ -79,6 +93,10 @@ class Split(Whole):
       collectives.reduce_scatter, axis_name=self.axis_name
     )
     return jax.tree.map(lambda x: scatter(self._parts(x).ravel()), grads)
+
+  def sum_in_backward(self) -> None:
+    # A gradient has the shape of what it is for; a part of it has not.
+    return None
 
   def own(self, tree: Params) -> Params:
     index = collectives.axis_index(self.axis_name)

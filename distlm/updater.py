@@ -58,6 +58,8 @@ class GradientUpdater:
     axis_name: the axis of the devices, or None.
     shard_state: whether each device keeps a part of the optimizer state.
     reduce_dtype: of gradients while they are summed over devices.
+    is_marked: whether `loss_fn` applies its `mark` to the parameters of a
+      module, given by name, where it uses them; None: it takes no `mark`.
     scales_loss: whether gradients are float16 on their way, and are scaled
       (Micikevicius et al., 2018, arXiv:1710.03740, section 3.2).
   """
@@ -71,6 +73,7 @@ class GradientUpdater:
   axis_name: str | None = collectives.AXIS
   shard_state: bool = False
   reduce_dtype: Any = jnp.float32
+  is_marked: Callable[[str], bool] | None = None
   scales_loss: bool = False
 
   @property
@@ -214,12 +217,21 @@ class GradientUpdater:
     Returns:
       What this device owns of the gradient, and the sums.
     """
-    grads, sums = self._sum_gradients(params, batch, key, *loss_factor)
+    # Over steps there is one sum over devices, after the last one.
+    mark = self.sharding.sum_in_backward() if len(batch.mask) == 1 else None
+    if mark is None or self.is_marked is None:
+      grads, sums = self._sum_gradients(params, batch, key, *loss_factor)
+      grads = self.sharding.sum_gradients(grads)
+    else:
+      grads, sums = self._sum_gradients(
+        params, batch, key, *loss_factor, mark=mark
+      )
+      rest = {k: grads[k] for k in grads if not self.is_marked(k)}
+      grads = grads | self.sharding.sum_gradients(rest)
     sums = collectives.psum(sums, self.axis_name)
     divisor = _divisor(sums)
     for factor in loss_factor:
       divisor = divisor * factor
-    grads = self.sharding.sum_gradients(grads)
     return jax.tree.map(lambda g: g / divisor, grads), sums
 
   def evaluate(self, params: Params, batch: Batch) -> LossSums:
@@ -237,14 +249,19 @@ class GradientUpdater:
     return collectives.psum(sums, self.axis_name)
 
   def _sum_gradients(
-    self, params: Params, batch: Batch, key: Array, *loss_factor: Array
+    self,
+    params: Params,
+    batch: Batch,
+    key: Array,
+    *loss_factor: Array,
+    **options: Any,
   ) -> tuple[Params, LossSums]:
     """Returns gradient and sums over the accumulation steps of one device."""
 
     def loss(
       params: Params, key: Array, part: Batch
     ) -> tuple[jax.Array, LossSums]:
-      sums = self.loss_fn(params, key, part, True)
+      sums = self.loss_fn(params, key, part, True, **options)
       scaled = sums.loss
       for factor in loss_factor:
         scaled = scaled * factor

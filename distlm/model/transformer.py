@@ -71,12 +71,21 @@ class Transformer(hk.Module):
 
   The parameters of all layers are stacked, [L, ...] each, and one compiled
   layer runs over them: compile time does not grow with depth.
+
+  Attributes:
+    config: the sizes.
+    vocab_size: V.
+    max_length: the longest sequence, in tokens.
+    attention: the kernel; see `distlm.model.kernels`.
+    mark: an identity, to apply to each parameter of each layer where it is
+      used; None: nothing is applied.
   """
 
   config: ModelConfig
   vocab_size: int
   max_length: int
   attention: str = "xla"
+  mark: Callable[[Array], Array] | None = None
   name: str | None = None
 
   def __call__(
@@ -118,7 +127,9 @@ class Transformer(hk.Module):
     )
     if config.remat != "none":
       layer = hk.remat(layer, policy=_REMAT_POLICIES[config.remat])
-    h = hk.layer_stack(config.num_layers, name=_LAYERS)(lambda h: layer(h))(h)
+    h = hk.layer_stack(config.num_layers, name=_LAYERS)(
+      lambda h: self._marked(layer, h)
+    )(h)
     h = _layer_norm(h, "final_norm")
     if config.tie_embeddings:
       unembedding = embed.embeddings  # [V, D]
@@ -127,6 +138,14 @@ class Transformer(hk.Module):
         "unembedding", [self.vocab_size, config.model_size], init=_W_INIT
       )
     return h, functools.partial(_logits, unembedding)
+
+  def _marked(
+    self, layer: Callable[[jax.Array], jax.Array], h: jax.Array
+  ) -> jax.Array:
+    if (mark := self.mark) is None:
+      return layer(h)
+    with hk.custom_getter(lambda getter, value, _: getter(mark(value))):
+      return layer(h)
 
 
 def _layer(
@@ -198,7 +217,8 @@ def build_forward_fn(
     `init(key, inputs, padding_mask, is_training) -> params` and
     `apply(params, key, inputs, padding_mask, is_training) -> logits`, of shape
     [B, T, V] and type float32. With `with_logits=False`, `apply` returns what
-    `Transformer` does. Without dropout the key may be None.
+    `Transformer` does; `mark` is its attribute. Without dropout the key may be
+    None.
 
   >>> import jax, jax.numpy as jnp
   >>> from distlm.settings import ModelConfig
@@ -217,6 +237,7 @@ def build_forward_fn(
     padding_mask: jax.Array,
     is_training: bool,
     with_logits: bool = True,
+    mark: Callable[[Array], Array] | None = None,
   ) -> Any:
     with (
       # Haiku makes the parameters of a layer in the type of its input.
@@ -224,11 +245,16 @@ def build_forward_fn(
       hk.mixed_precision.push_policy(Linear, policy),
       hk.mixed_precision.push_policy(hk.LayerNorm, norm_policy),
     ):
-      model = Transformer(config, vocab_size, max_length, attention)
+      model = Transformer(config, vocab_size, max_length, attention, mark)
       h, to_logits = model(inputs, padding_mask, is_training)
     return to_logits(h) if with_logits else (h, to_logits)
 
   return hk.transform(forward)
+
+
+def is_of_layers(module_name: str) -> bool:
+  """Returns whether the parameters of a module are those of the layers."""
+  return f"/{_LAYERS}/" in module_name
 
 
 def find_nonfinite_scope(
