@@ -71,7 +71,7 @@ def restart_with_malloc_settings(
     return
   environ[_TUNABLES] = MALLOC
   with contextlib.suppress(OSError):  # It is but slower.
-    execute(sys.executable, sys.orig_argv, environ)
+    execute(sys.executable, [sys.executable, *sys.orig_argv[1:]], environ)
 
 
 def _is_glibc() -> bool:

@@ -35,7 +35,9 @@ def _restarted(environ: dict[str, str]) -> list[Any]:
 
 def test_a_command_is_started_again_with_settings_of_malloc() -> None:
   ((program, arguments, environ),) = _restarted(dict(ON_CPU))
-  assert program == sys.executable and arguments == sys.orig_argv
+  assert (
+    arguments == [program, *sys.orig_argv[1:]] and program == sys.executable
+  )
   assert "glibc.malloc.hugetlb=1" in environ[TUNABLES].split(":")
   # What it starts, and it itself, are not started again.
   assert _restarted(environ) == []
