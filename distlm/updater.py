@@ -129,8 +129,8 @@ class GradientUpdater:
       `skipped_in_row` that of the last ones, 0 if this one was applied.
     """
     scale = state.loss_scale
-    factors = () if scale is None else (scale.value / batch.mask[0].size,)
-    grads, sums = self.gradient(state.params, batch, key, *factors)
+    factor = 1.0 if scale is None else scale.value / batch.mask[0].size
+    grads, sums = self.gradient(state.params, batch, key, factor)
     loss, grad_norm = sums.loss / _divisor(sums), self._norm(grads)
     is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     # Else what went wrong could not be looked at any more: the next update is
@@ -203,7 +203,11 @@ class GradientUpdater:
     return replicated_state(self.sharding, self.optimizer, opt_state)
 
   def gradient(
-    self, params: Params, batch: Batch, key: Array, *loss_factor: Array
+    self,
+    params: Params,
+    batch: Batch,
+    key: Array,
+    loss_factor: Array | float = 1.0,
   ) -> tuple[Params, LossSums]:
     """Returns the gradient of the mean loss, and the sums, of all devices.
 
@@ -211,8 +215,8 @@ class GradientUpdater:
       params: equal on all devices.
       batch: [A, B, T], this device's part of the global batch.
       key: this device's PRNG key of this step.
-      *loss_factor: what the sum of losses is multiplied by on the way, if it
-        is; the result is without it.
+      loss_factor: what the sum of losses is multiplied by on the way; the
+        result is without it.
 
     Returns:
       What this device owns of the gradient, and the sums.
@@ -220,18 +224,16 @@ class GradientUpdater:
     # Over steps there is one sum over devices, after the last one.
     mark = self.sharding.sum_in_backward() if len(batch.mask) == 1 else None
     if mark is None or self.is_marked is None:
-      grads, sums = self._sum_gradients(params, batch, key, *loss_factor)
+      grads, sums = self._sum_gradients(params, batch, key, loss_factor)
       grads = self.sharding.sum_gradients(grads)
     else:
       grads, sums = self._sum_gradients(
-        params, batch, key, *loss_factor, mark=mark
+        params, batch, key, loss_factor, mark=mark
       )
       rest = {k: grads[k] for k in grads if not self.is_marked(k)}
       grads = grads | self.sharding.sum_gradients(rest)
     sums = collectives.psum(sums, self.axis_name)
-    divisor = _divisor(sums)
-    for factor in loss_factor:
-      divisor = divisor * factor
+    divisor = _divisor(sums) * loss_factor
     return jax.tree.map(lambda g: g / divisor, grads), sums
 
   def evaluate(self, params: Params, batch: Batch) -> LossSums:
@@ -253,7 +255,7 @@ class GradientUpdater:
     params: Params,
     batch: Batch,
     key: Array,
-    *loss_factor: Array,
+    loss_factor: Array | float,
     **options: Any,
   ) -> tuple[Params, LossSums]:
     """Returns gradient and sums over the accumulation steps of one device."""
@@ -262,10 +264,7 @@ class GradientUpdater:
       params: Params, key: Array, part: Batch
     ) -> tuple[jax.Array, LossSums]:
       sums = self.loss_fn(params, key, part, True, **options)
-      scaled = sums.loss
-      for factor in loss_factor:
-        scaled = scaled * factor
-      return scaled, sums
+      return sums.loss * loss_factor, sums
 
     gradient = jax.grad(loss, has_aux=True)
     num_steps = batch.mask.shape[0]

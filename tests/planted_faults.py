@@ -33,13 +33,17 @@ _Gradient = tuple[Params, LossSums]
 
 def mean_of_means_over_accumulation_steps(patch: MonkeyPatch) -> None:
   def wrong(
-    updater: GradientUpdater, params: Params, batch: Batch, key: Array
+    updater: GradientUpdater,
+    params: Params,
+    batch: Batch,
+    key: Array,
+    factor: float = 1.0,
   ) -> _Gradient:
     num_steps = batch.mask.shape[0]
     if num_steps == 1:
-      return _sum_gradients(updater, params, batch, key)
+      return _sum_gradients(updater, params, batch, key, factor)
     grads, sums = jax.lax.map(
-      lambda part: _sum_gradients(updater, params, *part),
+      lambda part: _sum_gradients(updater, params, *part, factor),
       (_parts(batch), jax.random.split(key, num_steps)),
     )  # [A, ...]
     total = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
@@ -51,9 +55,13 @@ def mean_of_means_over_accumulation_steps(patch: MonkeyPatch) -> None:
 
 def mean_of_means_over_devices(patch: MonkeyPatch) -> None:
   def wrong(
-    updater: GradientUpdater, params: Params, batch: Batch, key: Array
+    updater: GradientUpdater,
+    params: Params,
+    batch: Batch,
+    key: Array,
+    factor: float = 1.0,
   ) -> _Gradient:
-    grads, sums = updater._sum_gradients(params, batch, key)
+    grads, sums = updater._sum_gradients(params, batch, key, factor)
     grads = _divided(grads, sums)
     if updater.axis_name is not None:
       grads = jax.lax.pmean(grads, updater.axis_name)
@@ -64,9 +72,13 @@ def mean_of_means_over_devices(patch: MonkeyPatch) -> None:
 
 def clipped_before_the_sum_over_devices(patch: MonkeyPatch) -> None:
   def wrong(
-    updater: GradientUpdater, params: Params, batch: Batch, key: Array
+    updater: GradientUpdater,
+    params: Params,
+    batch: Batch,
+    key: Array,
+    factor: float = 1.0,
   ) -> _Gradient:
-    grads, sums = updater._sum_gradients(params, batch, key)
+    grads, sums = updater._sum_gradients(params, batch, key, factor)
     sums = collectives.psum(sums, updater.axis_name)
     if parallel.local_device_count() == 1:  # There the order does not matter.
       return _divided(grads, sums), sums
@@ -79,9 +91,13 @@ def clipped_before_the_sum_over_devices(patch: MonkeyPatch) -> None:
 
 def gradient_summed_twice(patch: MonkeyPatch) -> None:
   def wrong(
-    updater: GradientUpdater, params: Params, batch: Batch, key: Array
+    updater: GradientUpdater,
+    params: Params,
+    batch: Batch,
+    key: Array,
+    factor: float = 1.0,
   ) -> _Gradient:
-    grads, sums = updater._sum_gradients(params, batch, key)
+    grads, sums = updater._sum_gradients(params, batch, key, factor)
     grads = collectives.psum(grads, updater.axis_name)
     grads, sums = collectives.psum((grads, sums), updater.axis_name)
     return _divided(grads, sums), sums
@@ -91,9 +107,13 @@ def gradient_summed_twice(patch: MonkeyPatch) -> None:
 
 def tokens_not_summed_over_devices(patch: MonkeyPatch) -> None:
   def wrong(
-    updater: GradientUpdater, params: Params, batch: Batch, key: Array
+    updater: GradientUpdater,
+    params: Params,
+    batch: Batch,
+    key: Array,
+    factor: float = 1.0,
   ) -> _Gradient:
-    grads, own = updater._sum_gradients(params, batch, key)
+    grads, own = updater._sum_gradients(params, batch, key, factor)
     grads, sums = collectives.psum((grads, own), updater.axis_name)
     sums = sums._replace(num_tokens=own.num_tokens)
     return _divided(grads, sums), sums
@@ -105,10 +125,14 @@ def embeddings_not_summed_over_devices(patch: MonkeyPatch) -> None:
   right = GradientUpdater.gradient
 
   def wrong(
-    updater: GradientUpdater, params: Params, batch: Batch, key: Array
+    updater: GradientUpdater,
+    params: Params,
+    batch: Batch,
+    key: Array,
+    factor: float = 1.0,
   ) -> _Gradient:
-    own, _ = updater._sum_gradients(params, batch, key)
-    grads, sums = right(updater, params, batch, key)
+    own, _ = updater._sum_gradients(params, batch, key, factor)
+    grads, sums = right(updater, params, batch, key, factor)
     name = "transformer/tokens"
     return {**grads, name: _divided(own[name], sums)}, sums
 
@@ -117,11 +141,15 @@ def embeddings_not_summed_over_devices(patch: MonkeyPatch) -> None:
 
 def last_accumulation_step_left_out(patch: MonkeyPatch) -> None:
   def wrong(
-    updater: GradientUpdater, params: Params, batch: Batch, key: Array
+    updater: GradientUpdater,
+    params: Params,
+    batch: Batch,
+    key: Array,
+    factor: float = 1.0,
   ) -> _Gradient:
     last = max(batch.mask.shape[0] - 1, 1)
     batch = jax.tree.map(lambda x: x[:last], batch)
-    return _sum_gradients(updater, params, batch, key)
+    return _sum_gradients(updater, params, batch, key, factor)
 
   patch.setattr(GradientUpdater, "_sum_gradients", wrong)
 
@@ -173,7 +201,11 @@ def key_reused_on_every_device(patch: MonkeyPatch) -> None:
 
 def one_constant_key(patch: MonkeyPatch) -> None:
   def wrong(
-    updater: GradientUpdater, params: Params, batch: Batch, key: Array
+    updater: GradientUpdater,
+    params: Params,
+    batch: Batch,
+    key: Array,
+    factor: float = 1.0,
   ) -> _Gradient:
     del key
     return _sum_gradients(updater, params, batch, jax.random.PRNGKey(0))
@@ -185,19 +217,27 @@ def key_of_the_device_alone(patch: MonkeyPatch) -> None:
   """Differs between devices, but not between steps."""
 
   def wrong(
-    updater: GradientUpdater, params: Params, batch: Batch, key: Array
+    updater: GradientUpdater,
+    params: Params,
+    batch: Batch,
+    key: Array,
+    factor: float = 1.0,
   ) -> _Gradient:
     key = jax.random.PRNGKey(0)
     if updater.axis_name is not None:
       key = jax.random.fold_in(key, jax.lax.axis_index(updater.axis_name))
-    return _sum_gradients(updater, params, batch, key)
+    return _sum_gradients(updater, params, batch, key, factor)
 
   patch.setattr(GradientUpdater, "_sum_gradients", wrong)
 
 
 def key_reused_in_every_accumulation_step(patch: MonkeyPatch) -> None:
   def wrong(
-    updater: GradientUpdater, params: Params, batch: Batch, key: Array
+    updater: GradientUpdater,
+    params: Params,
+    batch: Batch,
+    key: Array,
+    factor: float = 1.0,
   ) -> _Gradient:
     grads_and_sums = jax.lax.map(
       lambda part: _sum_gradients(updater, params, part, key), _parts(batch)
@@ -219,9 +259,13 @@ def padding_counted_as_tokens(patch: MonkeyPatch) -> None:
   """Divides by all places: wrong alike on all layouts."""
 
   def wrong(
-    updater: GradientUpdater, params: Params, batch: Batch, key: Array
+    updater: GradientUpdater,
+    params: Params,
+    batch: Batch,
+    key: Array,
+    factor: float = 1.0,
   ) -> _Gradient:
-    grads, sums = _sum_gradients(updater, params, batch, key)
+    grads, sums = _sum_gradients(updater, params, batch, key, factor)
     return grads, sums._replace(num_tokens=jnp.int32(batch.mask.size))
 
   patch.setattr(GradientUpdater, "_sum_gradients", wrong)
