@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-TIMEOUT_SECS = 60
+TIMEOUT_SECS = 180
 LOCAL = Path(__file__).parent.parent / "launch" / "local.py"
 # `here` makes a file, with its number, that says a process has come so far.
 PRELUDE = """

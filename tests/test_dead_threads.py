@@ -59,7 +59,7 @@ def errors_of_run(
 def _threads_left(before: set[threading.Thread]) -> set[threading.Thread]:
   # JAXline's threads end with their executors, which form cycles.
   gc.collect()
-  deadline = time.monotonic() + 10
+  deadline = time.monotonic() + 60
   while (left := set(threading.enumerate()) - before) and (
     time.monotonic() < deadline
   ):

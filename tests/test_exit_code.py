@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -63,12 +62,10 @@ def test_a_workdir_of_a_live_process(config: Path, tmp_path: Path) -> None:
 
 
 def test_a_wrong_command_line_is_answered_without_importing_jax() -> None:
-  start = time.monotonic()
   result = subprocess.run(
     [sys.executable, "-X", "importtime", "-m", "distlm", "train", "--once"],
     capture_output=True,
     text=True,
   )
   assert result.returncode == 2
-  assert time.monotonic() - start < 10
   assert not re.search(r"\| +jax\b", result.stderr)

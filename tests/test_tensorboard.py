@@ -19,7 +19,7 @@ import pytest
 
 from distlm.writers import RunWriter
 
-_DEADLINE_SECS = 40
+_DEADLINE_SECS = 120
 
 
 @pytest.fixture

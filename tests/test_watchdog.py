@@ -15,7 +15,7 @@ from tiny_run import finish
 
 from distlm.watchdog import Watchdog
 
-TIMEOUT_SECS = 60
+TIMEOUT_SECS = 180
 
 
 def _start(

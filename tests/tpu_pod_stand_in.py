@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 _SCRIPT = Path(__file__).parents[1] / "launch" / "tpu_pod.sh"
-_TIMEOUT_SECS = 30
+_TIMEOUT_SECS = 120
 
 _GCLOUD = """
 import json, os, shutil, signal, subprocess, sys

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import statistics
 import threading
 import time
 import traceback
@@ -18,9 +19,9 @@ from distlm.errors import RunError
 
 
 def _wait_for(condition: Callable[[], bool]) -> None:
-  deadline = time.monotonic() + 5
+  deadline = time.monotonic() + 60
   while not condition():
-    assert time.monotonic() < deadline, "waited for 5 s"
+    assert time.monotonic() < deadline, "waited for 60 s"
     time.sleep(0.001)
 
 
@@ -90,15 +91,18 @@ def test_an_error_of_iter_and_a_base_exception_are_raised() -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_close_ends_a_thread_that_waits_for_room(size: int) -> None:
+  secs = []
   for _ in range(50):  # The places where the thread may be are a race.
     items = Prefetcher(itertools.count(), size)
     next(items)
     started = time.monotonic()
     items.close()
-    assert time.monotonic() - started < 1
+    secs.append(time.monotonic() - started)
     assert not _threads()
     items.close()
     assert next(items, None) is None
+  # Not each: a busy machine may stop a process for as long.
+  assert statistics.median(secs) < 1
 
 
 def test_leaving_with_an_error_ends_the_thread() -> None:
