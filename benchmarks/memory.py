@@ -216,6 +216,8 @@ def measure_state(settings: jobs.Settings) -> dict[str, float]:
 
   experiment, _, _ = jobs.make_experiment(settings)
   state = experiment._train_state
+  if experiment._config.optimizer.shard_state:  # Split by the first step.
+    state = state._replace(opt_state=experiment._split(state.opt_state))
   return {
     name: sum(
       leaf.addressable_data(0).nbytes

@@ -228,7 +228,10 @@ class LanguageModelExperiment(AbstractExperiment):
     )
 
   def _make_rate(self, measures_peak: bool) -> metrics.TokenRate:
-    # Now, as the thread that loads batches would compete with a measurement.
+    # A measurement must have the cores alone: the first parameters are there,
+    # and no thread loads batches yet.
+    if measures_peak:
+      jax.block_until_ready(self._train_state)
     num_devices = parallel.local_device_count()
     config, tokenizer = self._config, self._store.tokenizer
     return metrics.TokenRate(

@@ -177,7 +177,7 @@ def measured_peak_flops() -> float:
 
   factor = jnp.ones((_MEASURED_SIZE, _MEASURED_SIZE), jnp.float32)
   multiply = jax.jit(jnp.matmul)
-  multiply(factor, factor)  # Compiles.
+  multiply(factor, factor).block_until_ready()  # Compiles.
   secs: list[float] = []
   end = time.perf_counter() + _MEASURED_SECS
   while not secs or time.perf_counter() < end:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import haiku as hk
 import jax
@@ -17,17 +18,29 @@ class Linear(hk.Module):
   which XLA writes transposed copies of the activations, and sums that of the
   bias column by column, which it does not vectorize. On 2 cores that was a
   sixth of an update of 6 layers of width 384 (benchmarks/throughput.py).
+
+  Attributes:
+    output_size: N.
+    w_init: makes the weights; the bias starts at 0.
+    activation: of the input, element by element. Only what it is given is kept
+      for the backward pass: its result is sooner computed again than read.
   """
 
   output_size: int
   w_init: hk.initializers.Initializer
+  activation: Callable[[jax.Array], jax.Array] | None = None
   name: str | None = None
 
   def __call__(self, h: jax.Array) -> jax.Array:  # [..., M] -> [..., N]
     input_size = h.shape[-1]
     w = hk.get_parameter("w", [input_size, self.output_size], init=self.w_init)
     b = hk.get_parameter("b", [self.output_size], init=jnp.zeros)
-    y = _affine(h.reshape(-1, input_size), w, b)
+    affine = _affine
+    if (activate := self.activation) is not None:
+      affine = jax.checkpoint(
+        lambda x, w, b: _affine(activate(x), w, b), prevent_cse=False
+      )
+    y = affine(h.reshape(-1, input_size), w, b)
     return y.reshape(*h.shape[:-1], self.output_size)
 
 

@@ -37,12 +37,6 @@ _REMAT_POLICIES = {
 }
 
 
-@functools.partial(jax.checkpoint, prevent_cse=False)
-def _gelu(h: jax.Array) -> jax.Array:
-  # Its input alone is kept for the backward pass, not each of its terms.
-  return jax.nn.gelu(h, approximate=True)
-
-
 @dataclasses.dataclass
 class DenseBlock(hk.Module):
   """Two linear layers with a GELU between, at each position by itself."""
@@ -57,9 +51,12 @@ class DenseBlock(hk.Module):
     h = Linear(
       self.widening_factor * model_size, w_init=self.w_init, name="widen"
     )(h)
-    return Linear(model_size, w_init=self.output_w_init, name="output")(
-      _gelu(h)
-    )
+    return Linear(
+      model_size,
+      w_init=self.output_w_init,
+      activation=functools.partial(jax.nn.gelu, approximate=True),
+      name="output",
+    )(h)
 
 
 @dataclasses.dataclass

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import haiku as hk
@@ -41,6 +42,33 @@ def test_it_equals_that_of_haiku(shape: tuple[int, ...]) -> None:
     strict=True,
   ):
     np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6, err_msg=str(path))
+
+
+def test_its_activation_is_of_the_input() -> None:
+  h = jax.random.normal(jax.random.key(0), (7, 3))
+  own = functools.partial(Linear, activation=jnp.tanh)
+
+  def reference(*args: Any, **kwargs: Any) -> Any:
+    return lambda h: hk.Linear(*args, **kwargs)(jnp.tanh(h))
+
+  actual, expected = (_value_and_grads(x, h) for x in (own, reference))
+  for x, y in zip(
+    jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True
+  ):
+    np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+def test_only_what_the_activation_is_given_is_kept() -> None:
+  layer = hk.without_apply_rng(
+    hk.transform(lambda h: Linear(5, W_INIT, activation=jnp.tanh)(h))
+  )
+  h = jax.random.normal(jax.random.key(0), (7, 3))
+  params = layer.init(jax.random.key(1), h)
+  _, vjp = jax.vjp(layer.apply, params, h)
+  wide = [x for x in jax.tree.leaves(vjp) if x.shape == h.shape]
+  assert wide
+  for x in wide:
+    np.testing.assert_array_equal(x, h)
 
 
 def test_in_16_bits_it_sums_in_32() -> None:
