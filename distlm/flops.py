@@ -169,7 +169,7 @@ def measured_peak_flops() -> float:
   """Returns the FLOP/s that the cores of this process reach in f32.
 
   It times products of large matrices by XLA on the default device, for about
-  0.2 s at the first call, and keeps the best. All CPU devices of a process
+  0.5 s at the first call, and keeps the best. All CPU devices of a process
   share its cores, so one that computes alone has them all.
   """
   import jax

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import haiku as hk
 import jax
@@ -35,7 +36,7 @@ class Linear(hk.Module):
     input_size = h.shape[-1]
     w = hk.get_parameter("w", [input_size, self.output_size], init=self.w_init)
     b = hk.get_parameter("b", [self.output_size], init=jnp.zeros)
-    affine = _affine
+    affine: Callable[..., Any] = _affine
     if (activate := self.activation) is not None:
       affine = jax.checkpoint(
         lambda x, w, b: _affine(activate(x), w, b), prevent_cse=False
