@@ -20,7 +20,7 @@ _FLOPS_PER_MULTIPLY_ADD = 2
 # Large enough for all cores of a machine to take part, and small enough for
 # several products within the time.
 _MEASURED_SIZE = 1536
-_MEASURED_SECS = 0.1
+_MEASURED_SECS = 0.5
 
 
 class _Peaks(NamedTuple):
