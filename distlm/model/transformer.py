@@ -125,7 +125,7 @@ class Transformer(hk.Module):
     if config.remat != "none":
       layer = hk.remat(layer, policy=_REMAT_POLICIES[config.remat])
     h = hk.layer_stack(config.num_layers, name=_LAYERS)(
-      lambda h: self._marked(layer, h)
+      lambda h: _marked(layer, self.mark, h)
     )(h)
     h = _layer_norm(h, "final_norm")
     if config.tie_embeddings:
@@ -136,13 +136,16 @@ class Transformer(hk.Module):
       )
     return h, functools.partial(_logits, unembedding)
 
-  def _marked(
-    self, layer: Callable[[jax.Array], jax.Array], h: jax.Array
-  ) -> jax.Array:
-    if (mark := self.mark) is None:
-      return layer(h)
-    with hk.custom_getter(lambda getter, value, _: getter(mark(value))):
-      return layer(h)
+
+def _marked(
+  layer: Callable[[jax.Array], jax.Array],
+  mark: Callable[[Array], Array] | None,
+  h: jax.Array,
+) -> jax.Array:
+  if mark is None:
+    return layer(h)
+  with hk.custom_getter(lambda getter, value, _: getter(mark(value))):
+    return layer(h)
 
 
 def _layer(
