@@ -5,11 +5,13 @@
 
 Each contender runs in a process of its own, one after the other, round after
 round: `distlm train`, the whole loop; distlm's compiled update alone; PyTorch,
-eager and compiled; and the same model as a textbook writes it in Haiku. A
-round's figure is the median of its steps, without the first quarter; the table
-shows the median over rounds, the least and the largest. All start from the same
-parameters; if their losses differ, there are no figures. The peak is that of
-float32 matrix products, in the same run. Without PyTorch its rows are left out.
+eager and compiled; and the same model as a textbook writes it in Haiku. All
+have the memory settings that distlm's command gives itself; Haiku runs once
+more without them, as a textbook leaves it. A round's figure is the median of
+its steps, without the first quarter; the table shows the median over rounds,
+the least and the largest. All start from the same parameters; if their losses
+differ, there are no figures. The peak is that of float32 matrix products, in
+the same run. Without PyTorch its rows are left out.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ import sizes
 from sizes import SIZES, Shared, Size
 from throughput_table import (
   HAIKU,
+  HAIKU_AS_IT_IS,
   NUM_COMPARED_LOSSES,
   PEERS,
   TORCH,
@@ -140,7 +143,9 @@ def _contenders(
     run_torch = functools.partial(_run_peer, "peer_torch.py", inputs)
     contenders[TORCH] = run_torch
     contenders[TORCH_COMPILED] = functools.partial(run_torch, "--compile")
-  contenders[HAIKU] = functools.partial(_run_peer, "peer_haiku.py", inputs)
+  run_haiku = functools.partial(_run_peer, "peer_haiku.py", inputs)
+  contenders[HAIKU] = run_haiku
+  contenders[HAIKU_AS_IT_IS] = functools.partial(run_haiku, env={})
   return contenders
 
 
@@ -195,13 +200,18 @@ def _run_child(
   )
 
 
-def _run_peer(script: str, inputs: _Inputs, *flags: str) -> dict[str, Any]:
+def _run_peer(
+  script: str,
+  inputs: _Inputs,
+  *flags: str,
+  env: Mapping[str, str] = sizes.ENVIRONMENT,
+) -> dict[str, Any]:
   size = inputs.size
   command = [
     *(sys.executable, str(Path(__file__).parent / script), str(inputs.shared)),
     *(f"--size={size.name}", f"--steps={size.num_steps}", *flags),
   ]
-  return sizes.run_json(command, sizes.ENVIRONMENT)
+  return sizes.run_json(command, env)
 
 
 def _train(inputs: _Inputs, num_devices: int) -> dict[str, Any]:
