@@ -181,7 +181,8 @@ def test_masks_are_the_same_with_rematerialisation(remat: str) -> None:
   remat_loss, remat_gradient, remat_program = _loss_and_gradient(
     rematerialised, KEYS[0]
   )
-  assert "remat" in remat_program and "remat" not in program
+  # Without, an activation alone is computed again.
+  assert remat_program.count("remat") > program.count("remat")
   assert remat_loss == pytest.approx(loss, rel=1e-6)
   assert _distance(remat_gradient, gradient) < 1e-5
   # By other masks they would be others.
