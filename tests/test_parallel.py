@@ -216,10 +216,11 @@ import os
 del os.environ["NPROC"]
 from distlm import parallel
 parallel.start({num_devices})
-print(parallel.local_device_count(), int(os.environ["NPROC"]) >= 16)
+print(parallel.local_device_count(), int(os.environ.get("NPROC", 0)) >= 16)
 """
   [output] = _outputs(_python(code))
-  assert output.split() == [str(num_devices or 1), "True"]
+  # One device waits for no other: XLA's own pool is enough, and faster.
+  assert output.split() == [str(num_devices or 1), str(num_devices is not None)]
 
 
 def train(
