@@ -208,7 +208,7 @@ def one_constant_key(patch: MonkeyPatch) -> None:
     factor: float = 1.0,
   ) -> _Gradient:
     del key
-    return _sum_gradients(updater, params, batch, jax.random.PRNGKey(0))
+    return _sum_gradients(updater, params, batch, jax.random.PRNGKey(0), factor)
 
   patch.setattr(GradientUpdater, "_sum_gradients", wrong)
 
@@ -240,7 +240,8 @@ def key_reused_in_every_accumulation_step(patch: MonkeyPatch) -> None:
     factor: float = 1.0,
   ) -> _Gradient:
     grads_and_sums = jax.lax.map(
-      lambda part: _sum_gradients(updater, params, part, key), _parts(batch)
+      lambda part: _sum_gradients(updater, params, part, key, factor),
+      _parts(batch),
     )  # [A, ...]
     return jax.tree.map(lambda x: jnp.sum(x, axis=0), grads_and_sums)
 
