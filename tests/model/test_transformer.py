@@ -289,3 +289,20 @@ def test_dropout_keeps_the_mean_and_differs_from_place_to_place() -> None:
   for one, other in ((0, 1), (0, 2), (1, 2)):
     agreement = (is_kept[one] == is_kept[other]).mean()
     assert agreement == pytest.approx(0.75**2 + 0.25**2, abs=0.01)
+
+
+def test_remat_by_dots_computes_fewer_products_again_than_full_remat() -> None:
+  counts = {}
+  for remat in ("none", "dots", "full"):
+    forward = build_forward_fn(_config(remat=remat), V, T)
+    tokens, mask = jnp.zeros((B, T), jnp.int32), jnp.ones((B, T), bool)
+    params = forward.init(jax.random.key(0), tokens, mask, False)
+
+    def total(
+      params: Any, forward: Any = forward, inputs: Any = (tokens, mask)
+    ) -> jax.Array:
+      return forward.apply(params, None, *inputs, False).sum()
+
+    program = str(jax.make_jaxpr(jax.grad(total))(params))
+    counts[remat] = program.count("dot_general")
+  assert counts["none"] < counts["dots"] < counts["full"]
