@@ -2,8 +2,10 @@
 
 FlashAttention (Dao et al., 2022, arXiv:2205.14135): the scores of a few
 sequences and a block of queries at a time, and of the keys only those that are
-not after the block. The backward pass computes them again, from the logarithm
-of each query's sum (Dao, 2023, arXiv:2307.08691, section 3.1).
+not after the block. Of long sequences the blocks are larger, and no longer in
+the cache, since each is compiled by itself. The backward pass computes the
+scores again, from the logarithm of each query's sum (Dao, 2023,
+arXiv:2307.08691, section 3.1).
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_BLOCK = 128  # queries
+_BLOCK = 128  # queries, at least
+_MAX_BLOCKS = 8
 # The scores of a block are read some ten times: this is what the second-level
 # cache of a core holds.
 _BLOCK_BYTES = 2**21
@@ -56,7 +59,7 @@ attend.defvjp(_forward, _backward)
 def _map(function: Any, *arrays: jax.Array) -> Any:
   """Applies a function to as many sequences at a time as fit into the cache."""
   batch_size, num_heads, num_positions, _ = arrays[0].shape
-  of_one = num_heads * min(_BLOCK, num_positions) * num_positions * 4
+  of_one = num_heads * _block_size(num_positions) * num_positions * 4
   num = max(
     n
     for n in range(1, batch_size + 1)
@@ -68,8 +71,13 @@ def _map(function: Any, *arrays: jax.Array) -> Any:
 
 
 def _blocks(num_positions: int) -> Iterator[slice]:
-  for start in range(0, num_positions, _BLOCK):
-    yield slice(start, min(start + _BLOCK, num_positions))
+  size = _block_size(num_positions)
+  for start in range(0, num_positions, size):
+    yield slice(start, min(start + size, num_positions))
+
+
+def _block_size(num_positions: int) -> int:
+  return min(num_positions, max(_BLOCK, -(-num_positions // _MAX_BLOCKS)))
 
 
 def _scores(

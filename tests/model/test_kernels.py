@@ -229,14 +229,19 @@ def test_splash_equals_xla(
     pytest.param(_padding_anywhere(), id="anywhere"),
   ],
 )
-@pytest.mark.parametrize(("length", "max_bytes"), [(T, 1), (T - 19, 2**30)])
+@pytest.mark.parametrize(
+  ("length", "max_bytes", "block"),
+  [(T, 1, 128), (T - 19, 2**30, 128), (T - 19, 2**30, 16)],
+)
 def test_blocks_equal_xla(
   padding: NDArray[np.bool_],
   length: int,
   max_bytes: int,
+  block: int,
   monkeypatch: pytest.MonkeyPatch,
 ) -> None:
   monkeypatch.setattr(blocks, "_BLOCK_BYTES", max_bytes)
+  monkeypatch.setattr(blocks, "_BLOCK", block)
   inputs = _inputs(B, length, H, K)
   _assert_equal_to_xla(inputs, padding[:, :length], "blocks")
 
