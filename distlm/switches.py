@@ -65,13 +65,20 @@ def restart_with_malloc_settings(
       is done.
     execute: as `os.execve`.
   """
-  if _TUNABLES in environ or not _is_glibc():
+  if _TUNABLES in environ or not _is_glibc() or not _can_start_again():
     return
   if xla_flags.find_platform(environ) != "cpu":
     return
   environ[_TUNABLES] = MALLOC
   with contextlib.suppress(OSError):  # It is but slower.
     execute(sys.executable, [sys.executable, *sys.orig_argv[1:]], environ)
+
+
+def _can_start_again() -> bool:
+  """Returns whether the same program would come to the same command."""
+  # Else its text came from standard input, or it chose the command itself.
+  is_of_user = sys.orig_argv[-len(sys.argv[1:]) :] == sys.argv[1:]
+  return is_of_user and sys.argv[0] not in ("", "-")
 
 
 def _is_glibc() -> bool:

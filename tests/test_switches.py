@@ -25,6 +25,14 @@ class Config:
     setattr(self, name, value)
 
 
+@pytest.fixture(autouse=True)
+def _command(monkeypatch: pytest.MonkeyPatch) -> None:
+  arguments = ["train", "--config=a b"]
+  monkeypatch.setattr(sys, "argv", ["distlm/__main__.py", *arguments])
+  python = ["python3", "-X", "utf8", "-m", "distlm"]
+  monkeypatch.setattr(sys, "orig_argv", [*python, *arguments])
+
+
 def _restarted(environ: dict[str, str]) -> list[Any]:
   calls: list[Any] = []
   switches.restart_with_malloc_settings(
@@ -47,6 +55,22 @@ def test_a_command_is_started_again_with_settings_of_malloc() -> None:
 def test_what_the_user_sets_stays(theirs: str) -> None:
   environ = {**ON_CPU, TUNABLES: theirs}
   assert _restarted(environ) == [] and environ[TUNABLES] == theirs
+
+
+@pytest.mark.parametrize(
+  ("argv", "orig_argv"),
+  [
+    (["-", "train"], ["python3", "-", "train"]),  # From standard input.
+    (["", "train"], ["python3"]),  # In a session.
+    (["distlm", "train"], ["python3", "script.py"]),  # It chose the command.
+  ],
+)
+def test_what_would_not_come_to_the_same_is_not_started_again(
+  argv: list[str], orig_argv: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.setattr(sys, "argv", argv)
+  monkeypatch.setattr(sys, "orig_argv", orig_argv)
+  assert _restarted(dict(ON_CPU)) == []
 
 
 def test_a_command_that_cannot_be_started_again_goes_on() -> None:
