@@ -29,7 +29,7 @@ lint: $(ENVIRONMENT)
 types: $(ENVIRONMENT)
 	$(BIN)/mypy
 
-# Measures all that benchmarks/RESULTS.md shows, in hours; TEXT=PATH is a text
+# Measures all that benchmarks/RESULTS.md shows, in half an hour; TEXT=PATH is a text
 # to reach a loss on, such as tinyshakespeare.
 bench: $(ENVIRONMENT)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
