@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from distlm.errors import UsageError
@@ -34,6 +35,16 @@ OPTIMIZER_SETTINGS = {
   "lion": ("b1", "b2", "weight_decay"),
   "muon": ("b1", "b2", "eps", "momentum", "weight_decay"),
 }
+
+
+def default_cache_directory(environ: Mapping[str, str]) -> Path:
+  """Returns where a user's caches are, unless a setting says where.
+
+  Raises:
+    RuntimeError: if the user has no home directory.
+  """
+  base = environ.get("XDG_CACHE_HOME") or "~/.cache"
+  return Path(f"{base}/distlm").expanduser()
 
 
 class Rule(NamedTuple):

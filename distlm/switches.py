@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from distlm import xla_flags
+from distlm.settings import default_cache_directory
 
 # XLA on CPUs allocates what a step needs anew in each step. The C library
 # should ask for 2 MiB pages, of which 512 times fewer must be made present, and
@@ -100,10 +101,9 @@ def keep_compiled(config: Any, environ: Environ) -> None:
   """
   if config.jax_compilation_cache_dir is not None:
     return
-  base = environ.get("XDG_CACHE_HOME") or "~/.cache"
   # RuntimeError: there is no home directory. Without a cache it is but slower.
   with contextlib.suppress(OSError, RuntimeError):
-    path = Path(base).expanduser() / "distlm" / "compiled" / _kind_of_cpu()
+    path = default_cache_directory(environ) / "compiled" / _kind_of_cpu()
     path.mkdir(parents=True, exist_ok=True)
     if os.access(path, os.W_OK):
       config.update("jax_compilation_cache_dir", str(path))

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -22,9 +22,7 @@ from distlm.atomic import write_atomically
 from distlm.data.corpora import Document, read_documents
 from distlm.data.tokenizers import TokenArray, Tokenizer, make_tokenizer
 from distlm.errors import UsageError
-
-if TYPE_CHECKING:
-  from distlm.settings import DataConfig
+from distlm.settings import DataConfig, default_cache_directory
 
 _FORMAT_VERSION = 1
 
@@ -123,9 +121,10 @@ def _fingerprint(documents: Sequence[Document], tokenizer: Tokenizer) -> str:
 
 def cache_directory(config: DataConfig) -> Path:
   """Returns where tokenized text is kept."""
-  base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
   try:
-    return Path(config.cache_dir or f"{base}/distlm").expanduser()
+    if config.cache_dir:
+      return Path(config.cache_dir).expanduser()
+    return default_cache_directory(os.environ)
   except RuntimeError as error:
     raise UsageError(
       f"data.cache_dir={config.cache_dir!r}: this user has no home directory;"
