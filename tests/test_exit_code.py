@@ -66,6 +66,7 @@ def test_a_wrong_command_line_is_answered_without_importing_jax() -> None:
     [sys.executable, "-X", "importtime", "-m", "distlm", "train", "--once"],
     capture_output=True,
     text=True,
+    timeout=tiny_run.TIMEOUT_SECS,
   )
   assert result.returncode == 2
   assert not re.search(r"\| +jax\b", result.stderr)
