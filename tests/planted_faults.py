@@ -32,18 +32,13 @@ _Gradient = tuple[Params, LossSums]
 
 
 def mean_of_means_over_accumulation_steps(patch: MonkeyPatch) -> None:
-  def wrong(
-    updater: GradientUpdater,
-    params: Params,
-    batch: Batch,
-    key: Array,
-    factor: float = 1.0,
-  ) -> _Gradient:
+  def wrong(updater: GradientUpdater, *given: Any, **mark: Any) -> _Gradient:
+    params, batch, key, factor = given
     num_steps = batch.mask.shape[0]
     if num_steps == 1:
-      return _sum_gradients(updater, params, batch, key, factor)
+      return _sum_gradients(updater, params, batch, key, factor, **mark)
     grads, sums = jax.lax.map(
-      lambda part: _sum_gradients(updater, params, *part, factor),
+      lambda part: _sum_gradients(updater, params, *part, factor, **mark),
       (_parts(batch), jax.random.split(key, num_steps)),
     )  # [A, ...]
     total = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
@@ -140,16 +135,11 @@ def embeddings_not_summed_over_devices(patch: MonkeyPatch) -> None:
 
 
 def last_accumulation_step_left_out(patch: MonkeyPatch) -> None:
-  def wrong(
-    updater: GradientUpdater,
-    params: Params,
-    batch: Batch,
-    key: Array,
-    factor: float = 1.0,
-  ) -> _Gradient:
+  def wrong(updater: GradientUpdater, *given: Any, **mark: Any) -> _Gradient:
+    params, batch, key, factor = given
     last = max(batch.mask.shape[0] - 1, 1)
     batch = jax.tree.map(lambda x: x[:last], batch)
-    return _sum_gradients(updater, params, batch, key, factor)
+    return _sum_gradients(updater, params, batch, key, factor, **mark)
 
   patch.setattr(GradientUpdater, "_sum_gradients", wrong)
 
@@ -200,15 +190,10 @@ def key_reused_on_every_device(patch: MonkeyPatch) -> None:
 
 
 def one_constant_key(patch: MonkeyPatch) -> None:
-  def wrong(
-    updater: GradientUpdater,
-    params: Params,
-    batch: Batch,
-    key: Array,
-    factor: float = 1.0,
-  ) -> _Gradient:
-    del key
-    return _sum_gradients(updater, params, batch, jax.random.PRNGKey(0), factor)
+  def wrong(updater: GradientUpdater, *given: Any, **mark: Any) -> _Gradient:
+    params, batch, _, factor = given
+    key = jax.random.PRNGKey(0)
+    return _sum_gradients(updater, params, batch, key, factor, **mark)
 
   patch.setattr(GradientUpdater, "_sum_gradients", wrong)
 
@@ -216,31 +201,21 @@ def one_constant_key(patch: MonkeyPatch) -> None:
 def key_of_the_device_alone(patch: MonkeyPatch) -> None:
   """Differs between devices, but not between steps."""
 
-  def wrong(
-    updater: GradientUpdater,
-    params: Params,
-    batch: Batch,
-    key: Array,
-    factor: float = 1.0,
-  ) -> _Gradient:
+  def wrong(updater: GradientUpdater, *given: Any, **mark: Any) -> _Gradient:
+    params, batch, _, factor = given
     key = jax.random.PRNGKey(0)
     if updater.axis_name is not None:
       key = jax.random.fold_in(key, jax.lax.axis_index(updater.axis_name))
-    return _sum_gradients(updater, params, batch, key, factor)
+    return _sum_gradients(updater, params, batch, key, factor, **mark)
 
   patch.setattr(GradientUpdater, "_sum_gradients", wrong)
 
 
 def key_reused_in_every_accumulation_step(patch: MonkeyPatch) -> None:
-  def wrong(
-    updater: GradientUpdater,
-    params: Params,
-    batch: Batch,
-    key: Array,
-    factor: float = 1.0,
-  ) -> _Gradient:
+  def wrong(updater: GradientUpdater, *given: Any, **mark: Any) -> _Gradient:
+    params, batch, key, factor = given
     grads_and_sums = jax.lax.map(
-      lambda part: _sum_gradients(updater, params, part, key, factor),
+      lambda part: _sum_gradients(updater, params, part, key, factor, **mark),
       _parts(batch),
     )  # [A, ...]
     return jax.tree.map(lambda x: jnp.sum(x, axis=0), grads_and_sums)
@@ -259,14 +234,9 @@ def ragged_sequence_dropped(patch: MonkeyPatch) -> None:
 def padding_counted_as_tokens(patch: MonkeyPatch) -> None:
   """Divides by all places: wrong alike on all layouts."""
 
-  def wrong(
-    updater: GradientUpdater,
-    params: Params,
-    batch: Batch,
-    key: Array,
-    factor: float = 1.0,
-  ) -> _Gradient:
-    grads, sums = _sum_gradients(updater, params, batch, key, factor)
+  def wrong(updater: GradientUpdater, *given: Any, **mark: Any) -> _Gradient:
+    params, batch, key, factor = given
+    grads, sums = _sum_gradients(updater, params, batch, key, factor, **mark)
     return grads, sums._replace(num_tokens=jnp.int32(batch.mask.size))
 
   patch.setattr(GradientUpdater, "_sum_gradients", wrong)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,13 +20,14 @@ from verify_run import (
   PARAMETER,
   PARTS,
   Report,
+  compare_few,
   differing,
   open_config,
   read,
   run_job,
 )
 
-from distlm import cli, errors, parallel
+from distlm import cli, parallel
 from distlm.verify import checks, report
 
 Fault = Callable[[pytest.MonkeyPatch], None]
@@ -73,21 +75,7 @@ def verify(
   config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Report]:
   """Returns a function that compares a few layouts, and nothing else."""
-
-  def verify(*more: tuple[str, str], steps: int = 2) -> Report:
-    monkeypatch.setattr(report, "_layouts", lambda: list(FEW))
-    for name in ("check_masks", "check_data"):
-      monkeypatch.setattr(checks, name, lambda *_: ("not looked at", ""))
-    settings, store = open_config(config, *more)
-    lines: list[str] = []
-    error = ""
-    try:
-      report.verify(settings, store, steps, lines.append)
-    except errors.RunError as problem:
-      error = str(problem)
-    return read("\n".join(lines), error)
-
-  return verify
+  return functools.partial(compare_few, config, monkeypatch)
 
 
 def test_all_layouts_of_the_right_code_are_equal(

@@ -6,11 +6,14 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 import tiny_run
 
 from distlm import config as configs
+from distlm import errors
 from distlm.data import token_store
 from distlm.settings import RunConfig
+from distlm.verify import checks, report
 from distlm.verify.report import Layout
 
 SETTINGS = (
@@ -72,6 +75,26 @@ def open_config(
   configs.apply_overrides(config_dict, [*SETTINGS, *more])
   settings = configs.parse_config(config_dict)
   return settings, token_store.open_token_store(settings.data)
+
+
+def compare_few(
+  path: Path,
+  patch: pytest.MonkeyPatch,
+  *more: tuple[str, str],
+  steps: int = 2,
+) -> Report:
+  """Compares a few layouts, and nothing else, in this process."""
+  patch.setattr(report, "_layouts", lambda: list(FEW))
+  for name in ("check_masks", "check_data"):
+    patch.setattr(checks, name, lambda *_: ("not looked at", ""))
+  settings, store = open_config(path, *more)
+  lines: list[str] = []
+  error = ""
+  try:
+    report.verify(settings, store, steps, lines.append)
+  except errors.RunError as problem:
+    error = str(problem)
+  return read("\n".join(lines), error)
 
 
 def differing(found: Report) -> tuple[str, ...]:
