@@ -2,12 +2,18 @@
 
   python benchmarks/overlap.py --platform=tpu
   python benchmarks/overlap.py --platform=gpu --topology=1x8x8
+  python benchmarks/overlap.py --platform=tpu --sums=after  # to compare
 
 It needs no accelerator: it compiles the update of distlm for one, reads the
 schedule that the compiler has fixed, and prints what runs between the start and
 the end of each collective. That is a fact of the program, not a time. Settings
 are given as to `distlm train`, such as --config.optimizer.shard_state=true;
 attention is XLA's.
+
+It does need the compilers, each in an environment of its own with distlm:
+
+  pip install "jax[tpu]==0.10.2"
+  pip install --no-deps jax-cuda13-plugin==0.10.2 jax-cuda13-pjrt==0.10.2
 """
 
 from __future__ import annotations
@@ -89,6 +95,12 @@ def main() -> None:
     help="those that distlm sets, or XLA's defaults",
   )
   parser.add_argument(
+    "--sums",
+    choices=("backward", "after"),
+    default="backward",
+    help="of the gradients of layers: in the backward loop, or after it",
+  )
+  parser.add_argument(
     "--option",
     action="append",
     default=[],
@@ -105,10 +117,11 @@ def main() -> None:
     args.topology or TOPOLOGIES[args.platform],
     overrides,
     options,
+    args.sums,
   )
   print(
     f"{args.platform} {args.topology or TOPOLOGIES[args.platform]}, flags:"
-    f" {args.flags} {' '.join(args.option)}: compiled in"
+    f" {' '.join([args.flags, *args.option])}, sums: {args.sums}: compiled in"
     f" {time.perf_counter() - start:.0f} s, {memory_bytes / 2**20:,.0f} MiB of"
     f" temporary buffers, {num_param_bytes / 1e6:.1f} MB of parameters\n"
   )
@@ -165,6 +178,7 @@ def compile_update(
   topology: str,
   overrides: Sequence[tuple[str, str]],
   options: Mapping[str, Any],
+  sums: str = "backward",
 ) -> tuple[str, int, int]:
   """Compiles the pmapped update of distlm for devices that are not there.
 
@@ -173,6 +187,8 @@ def compile_update(
     topology: as `jax.experimental.topologies` names it.
     overrides: of the default settings.
     options: of the compiler.
+    sums: "backward", for what distlm does on the platform: gradients of layers
+      are summed in the backward loop; or "after" it.
 
   Returns:
     The text of the compiled program, the bytes of its temporary buffers on one
@@ -203,7 +219,8 @@ def compile_update(
   model = language_model.make_model(config, config.model.vocab_size)
   updater = dataclasses.replace(
     language_model.make_updater(config, model),
-    is_marked=transformer.is_of_layers,  # As on the platform.
+    # Not as `make_updater` says, which sees CPUs.
+    is_marked=transformer.is_of_layers if sums == "backward" else None,
   )
   pmap = functools.partial(jax.pmap, axis_name=parallel.AXIS, devices=devices)
   keys = of_all((2,), jnp.uint32)
