@@ -241,13 +241,20 @@ def _is_masked(
   return "CUDA_VISIBLE_DEVICES" in environ and num_devices == num_visible
 
 
-def pool_threads(num_devices: int) -> int:
+def pool_threads(num_devices: int, num_processes: int) -> int | None:
   """Returns the threads that XLA needs for fake CPU devices: NPROC.
 
   With the default of one thread a device, steps dispatched ahead can fill the
   pool with threads that wait in an all-reduce for a device that gets none, and
-  XLA aborts the process after 40 s.
+  XLA aborts the process after 40 s. A device that waits for no other needs no
+  more than the default, and is slower with more: then it is None.
+
+  Args:
+    num_devices: of each process.
+    num_processes: of the job.
   """
+  if num_devices == 1 and num_processes == 1:
+    return None
   return max(_MIN_POOL_THREADS, _POOL_THREADS_PER_DEVICE * num_devices)
 
 

@@ -309,7 +309,9 @@ def _make_environments(
   if job.num_devices is not None:
     shared["DISTLM_DEVICES"] = str(job.num_devices)
     # For commands that are not distlm's, which does it itself.
-    shared.setdefault("NPROC", str(cluster.pool_threads(job.num_devices)))
+    threads = cluster.pool_threads(job.num_devices, job.num_processes)
+    if threads is not None:
+      shared.setdefault("NPROC", str(threads))
   environments = []
   for index in range(job.num_processes):
     env = dict(shared)

@@ -111,8 +111,8 @@ def _set_device_count(
   num_devices: int | None, num_fake_devices: int, spec: ProcessSpec
 ) -> None:
   num_cpu_devices = num_devices or num_fake_devices
-  if num_cpu_devices > 1 or spec.num_processes > 1:
-    os.environ.setdefault("NPROC", str(cluster.pool_threads(num_cpu_devices)))
+  if threads := cluster.pool_threads(num_cpu_devices, spec.num_processes):
+    os.environ.setdefault("NPROC", str(threads))
   if num_cpu_devices > 1:
     jax.config.update("jax_num_cpu_devices", num_cpu_devices)
   # All below are ignored by a backend that is not there.

@@ -20,8 +20,8 @@ from distlm.settings import default_cache_directory
 
 # XLA on CPUs allocates what a step needs anew in each step. The C library
 # should ask for 2 MiB pages, of which 512 times fewer must be made present, and
-# keep what was freed. On 2 cores it took a third off an update of 4 layers of
-# width 128.
+# keep what was freed. The textbook model of benchmarks/throughput.py takes a
+# quarter less time for it, on 2 cores and the small size.
 _TUNABLES = "GLIBC_TUNABLES"
 MALLOC = ":".join(
   f"glibc.malloc.{name}={value}"

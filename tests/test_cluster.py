@@ -341,3 +341,13 @@ def test_cuda_is_asked_what_jax_will_see(
   monkeypatch.syspath_prepend(tmp_path)
   monkeypatch.delitem(sys.modules, "jax_plugins", raising=False)
   assert cluster.count_visible_gpus(platforms) == count
+
+
+@pytest.mark.parametrize(
+  ("num_devices", "num_processes", "expected"),
+  [(1, 1, None), (1, 2, 16), (2, 1, 16), (4, 1, 32)],
+)
+def test_threads_for_devices_that_wait_for_others(
+  num_devices: int, num_processes: int, expected: int | None
+) -> None:
+  assert cluster.pool_threads(num_devices, num_processes) == expected

@@ -19,7 +19,7 @@ from doctor_run import SIZES, Found, examine, run_here, run_job
 from distlm import collectives as device_collectives
 from distlm import facts
 from distlm.cluster import ProcessSpec
-from distlm.doctor import collectives, machine
+from distlm.doctor import collectives, machine, report, together
 from distlm.errors import RunError, UsageError
 
 __all__ = ["examine"]  # A fixture.
@@ -120,6 +120,22 @@ def test_too_few_threads(
 ) -> None:
   monkeypatch.setenv("NPROC", "8")
   assert examine().faults() == {"NPROC": "warning"}
+
+
+@pytest.mark.parametrize(
+  ("num_devices", "num_processes", "verdict"),
+  [(1, 1, report.OK), (2, 1, report.WARNING), (1, 2, report.WARNING)],
+)
+def test_one_device_alone_needs_no_more_threads(
+  num_devices: int,
+  num_processes: int,
+  verdict: str,
+  monkeypatch: pytest.MonkeyPatch,
+) -> None:
+  monkeypatch.setenv("NPROC", "2")
+  spec = ProcessSpec(num_processes=num_processes)
+  rows = together._check_environment(num_devices, spec)
+  assert {row.name: row.verdict for row in rows}["NPROC"] == verdict
 
 
 def test_versions_that_do_not_suit(

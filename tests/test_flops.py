@@ -12,9 +12,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import distlm
 from distlm import flops
+from distlm.data.token_store import TokenStore
+from distlm.data.tokenizers import make_tokenizer
+from distlm.experiment import LanguageModelExperiment
 from distlm.model.transformer import build_forward_fn
 from distlm.settings import ModelConfig
 
@@ -215,6 +220,45 @@ def test_the_fastest_product_within_the_time_counts(
   peak = flops.measured_peak_flops.__wrapped__()
   assert peak == pytest.approx(2 * 1536**3 / best_secs)
   assert not list(clock)
+
+
+def test_no_product_is_timed_while_the_first_is_computed(
+  monkeypatch: pytest.MonkeyPatch,
+) -> None:
+  events = []
+
+  class Product:
+    def block_until_ready(self) -> None:
+      events.append("computed")
+
+  def read_clock() -> float:
+    events.append("read")
+    return float(len(events))
+
+  monkeypatch.setattr(jax, "jit", lambda _: lambda *_: Product())
+  fake = types.SimpleNamespace(perf_counter=read_clock)
+  monkeypatch.setattr(flops, "time", fake)
+  flops.measured_peak_flops.__wrapped__()
+  assert events[:2] == ["computed", "read"]
+
+
+def test_the_peak_is_measured_when_the_parameters_are_there(
+  monkeypatch: pytest.MonkeyPatch,
+) -> None:
+  waited_for: list[Any] = []
+  monkeypatch.setattr(jax, "block_until_ready", waited_for.append)
+
+  def measure(*_: Any) -> float:
+    assert "params" in waited_for[-1]._fields
+    return 1.0
+
+  monkeypatch.setattr(flops, "device_peak_flops", measure)
+  tokenizer = make_tokenizer("byte", [])
+  tokens = np.zeros(10_000, tokenizer.dtype)
+  store = TokenStore(tokens, tokenizer, "fingerprint", 1, tokens.size)
+  config = distlm.parse_config(distlm.get_base_config())
+  LanguageModelExperiment("train", jax.random.PRNGKey(0), config, store)
+  assert waited_for
 
 
 def test_cpu_devices_share_what_is_measured(

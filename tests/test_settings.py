@@ -217,6 +217,10 @@ def test_a_setting_that_the_optimizer_does_not_read(
       {"replica_check.policy": "repair", "replica_check.interval": "0"},
       "replica_check.policy=repair: it has no effect",
     ),
+    (
+      {"optimizer.name": "muon", "optimizer.shard_state": "true"},
+      "optimizer.shard_state=True: optimizer.name=muon needs whole matrices",
+    ),
     ({"nonfinite_limit": "3"}, "nonfinite_limit=3: it has no effect"),
     ({"profile.start_step": "3"}, "profile.start_step=3: it has no effect"),
     (

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from distlm import facts, parallel, rendezvous, switches, xla_flags
+from distlm import cluster, facts, parallel, rendezvous, switches, xla_flags
 from distlm.cluster import ProcessSpec
 from distlm.doctor import collectives, machine, training
 from distlm.doctor.report import OK, PROBLEM, WARNING, Report, Row
@@ -46,7 +46,7 @@ def examine(
   """
   devices = _devices()
   memory = _memory(devices, spec)
-  report.try_check("environment", _check_environment, len(devices))
+  report.try_check("environment", _check_environment, len(devices), spec)
   report.try_check("training", training.check_on_devices, plan, memory)
   own = {
     "process": parallel.process_index(),
@@ -100,7 +100,7 @@ def _facts(num_devices: int | None, plan: Plan) -> dict[str, Any]:
   return json.loads(json.dumps(found))
 
 
-def _check_environment(num_devices: int) -> Iterator[Row]:
+def _check_environment(num_devices: int, spec: ProcessSpec) -> Iterator[Row]:
   """Yields the variables that decide what XLA does."""
   for name in switches.VARIABLES:
     value = os.environ.get(name, "")
@@ -108,7 +108,7 @@ def _check_environment(num_devices: int) -> Iterator[Row]:
     if (
       threads is not None
       and jax.default_backend() == "cpu"
-      and num_devices > 1
+      and cluster.pool_threads(num_devices, spec.num_processes) is not None
       and threads < _ENOUGH_THREADS_PER_DEVICE * num_devices
     ):
       text = f"{value}, for {num_devices} devices: XLA may abort in a step"

@@ -16,9 +16,9 @@ class Linear(hk.Module):
   """`hk.Linear`, with the same parameters, and a faster backward pass.
 
   JAX's own makes the gradient of the weights as [N, M] and transposes it, for
-  which XLA writes transposed copies of the activations, and sums that of the
-  bias column by column, which it does not vectorize. On 2 cores that was a
-  sixth of an update of 6 layers of width 384 (benchmarks/throughput.py).
+  which XLA on CPUs writes transposed copies of the activations, and sums that
+  of the bias column by column, which XLA does not vectorize. It has no
+  derivative in forward mode.
 
   Attributes:
     output_size: N.
